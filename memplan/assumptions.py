@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from .device.measured import takes_oldest, torch_version
+from .families import family
 from .frameworks import framework
 from .layers.whole_logits import GROUPS, OF_PAIRS, POLICY_ALONE, form
 from .plan.lora import saved
@@ -52,12 +53,13 @@ def plain(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.compile:
         from .layers.compiled_assumptions import assumptions
 
-        own = framework(plan.framework).supports.compiled_as
-        return (PLAIN[0], *assumptions("regions" if plan.compile_regions else own), *PLAIN[2:])
+        compiled_as = framework(plan.framework).supports.compiled_as
+        return (PLAIN[0], *assumptions("regions" if plan.compile_regions else compiled_as), *PLAIN[2:])
+    own = (*PLAIN, *family(plan.model.family).assumptions)
     if not plan.versions:
-        return PLAIN
+        return own
     followed = ", ".join(f"{library} {'.'.join(map(str, release(plan, library)))}" for library in plan.versions)
-    return (f"code followed: {followed}; of other libraries the newest", *PLAIN)
+    return (f"code followed: {followed}; of other libraries the newest", *own)
 
 
 def _loaded(plan: ResolvedPlan) -> str:

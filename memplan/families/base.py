@@ -178,6 +178,8 @@ class Family:
     """Eager attention takes the softmax in the scores' dtype, not in fp32,"""
     casts_probabilities: bool = False
     """and casts it to the dtype of values then."""
+    tables_of_each: bool = False
+    """Rotary tables are of every sequence: (b, s, d), not (1, s, d)."""
     takes_positions: Callable[[Recorder], bool] = always
     """Layers are handed position ids."""
     positions_of_each: bool = False
@@ -236,6 +238,8 @@ class Family:
     """Why transformers has no such model."""
     no_megatron_core: str = ""
     """Why Megatron-Core has no such model."""
+    assumptions: tuple[str, ...] = ()
+    """What a plan takes for granted where transformers' layers run."""
     other_code: str = ""
     """Which code of a framework has a recipe, where transformers' layers have none."""
 

@@ -1,26 +1,89 @@
-"""Qwen 3.5 without its vision tower: gated delta nets, every fourth layer gated attention, dense or with experts.
-torchtitan has its code (``torchtitan/models/qwen3_5``), and Megatron-Core such layers
-(``--experimental-attention-variant gated_delta_net``); of transformers' (``models/qwen3_5``, ``models/qwen3_5_moe``) no
-recipe covers them.
+"""Qwen 3.5 without its vision tower (``models/qwen3_5/modeling_qwen3_5.py``, ``models/qwen3_5_moe``): gated delta nets,
+every fourth layer gated attention, dense or with experts. torchtitan has its code, too (``torchtitan/models/qwen3_5``),
+and Megatron-Core such layers (``--experimental-attention-variant gated_delta_net``).
 
 What a configuration says of layers that predict further tokens (``mtp_num_hidden_layers``) is left out, as
 transformers' classes leave their weights out (``_keys_to_ignore_on_load_unexpected``)."""
 
 from __future__ import annotations
 
-from ..layers.coverage import CORE_GPT
-from .base import Config, Family, key
-from .llama import SILU
-from .qwen3_next import DELTA, GATED
+from ..layers import ops
+from ..layers.autograd import Recorder, Tensor
+from ..layers.delta_net import each_projected
+from ..layers.ends import Embedded, causal_mask, positions, word_embeddings
+from ..layers.huggingface import LayerShape, Shared
+from ..values import replace
+from .base import Config, key
+from .llama import LLAMA_FAMILY, SILU
+from .qwen3_next import (
+    COVERED_MIXTURE,
+    DELTA,
+    GATED,
+    GATED_DELTA,
+    MIXTURE_REST,
+    NET,
+    OPENED,
+    REGISTERED,
+    REST,
+    layer_of,
+    mixture,
+)
 
 OTHER_CODE = ", and with --framework fsdp --fsdp-code torchtitan"
 SAID = {"attn_output_gate": True}
 """What ``config.json`` says, and no class reads: attention always has its gate."""
 
-QWEN3_5 = Family(
-    "qwen3_5",
-    megatron_core=CORE_GPT,
+
+def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
+    """``Qwen3_5DecoderLayer.forward``."""
+    return layer_of(r, hidden, shared, shape, each_projected)
+
+
+def embedding(r: Recorder, shape: LayerShape) -> Embedded:
+    """``Qwen3_5TextModel.forward`` up to the first layer: positions of text, height and width of every sequence, of
+    which rotary tables are made; those that layers are handed are the text's."""
+    inputs_embeds = r.embedded(word_embeddings(r, shape))
+    position_ids = positions(r, shape.s)
+    mask = causal_mask(r, shape)
+    cos, sin = tables(r, shape)
+    return Embedded(inputs_embeds, Shared(None, cos, sin, position_ids, mask))
+
+
+def tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
+    """``Qwen3_5TextRotaryEmbedding.forward``: angles by each of three positions, (3, b, s, d / 2), of which one part of
+    the features takes each (``recomposition_frequencies``)."""
+    angles, whole = (3, shape.b, shape.s, shape.turned // 2), (shape.b, shape.s, shape.turned)
+
+    def scaled(name: str) -> Tensor:
+        return ops.scale(r, r.empty(angles, "fp32", f"{name}_unscaled"), f"{name}_fp32")
+
+    _frequencies = r.in_turn(((*angles[:3], 1), "fp32", "position_ids_fp32"), (angles, "fp32", "rotary_frequencies"))
+    cos = scaled("cos")
+    sin = scaled("sin")
+    sin = r.empty(whole, "fp32", "sin_recomposed")
+    cos = r.empty(whole, "fp32", "cos_recomposed")
+    narrow = ops.cast(r, cos, shape.dtype, "cos"), ops.cast(r, sin, shape.dtype, "sin")
+    del cos, sin
+    return narrow
+
+
+OF_NET = {
+    "delta_output": f"{NET}.out_proj",
+    "delta_qkv": f"{NET}.in_proj_qkv",
+    "delta_gate": f"{NET}.in_proj_z",
+    "delta_b": f"{NET}.in_proj_b",
+    "delta_a": f"{NET}.in_proj_a",
+}
+
+QWEN3_5 = replace(
+    GATED_DELTA,
+    name="qwen3_5",
     other_code=OTHER_CODE,
+    layer=layer,
+    embedding=embedding,
+    tables_of_each=True,
+    linear_layers={**LLAMA_FAMILY.linear_layers, **OF_NET},
+    registered=(*REGISTERED, "delta_norm", *OF_NET, *REST),
     config=Config(
         keys={**DELTA, "kv_heads": key("num_key_value_heads", default=4)},
         constants=GATED,
@@ -31,10 +94,14 @@ QWEN3_5 = Family(
     ),
 )
 
-QWEN3_5_MOE = Family(
-    "qwen3_5_moe",
-    megatron_core=CORE_GPT,
-    other_code=OTHER_CODE,
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe",
+    covers=COVERED_MIXTURE,
+    mixture=mixture,
+    classifies=False,
+    linear_layers={**QWEN3_5.linear_layers, **OPENED},
+    registered=(*REGISTERED, "delta_norm", *OF_NET, *MIXTURE_REST),
     config=Config(
         keys={
             **DELTA,

@@ -110,7 +110,7 @@ class Supports:
     shards_as_zero: Mapping[int, str] = field(default_factory=dict)
     """How to have what a stage of ZeRO shards, where the framework does it under another name."""
     sequence_parallel: bool = False
-    mixtures: tuple[str, ...] = ("experts", "latent_kv_rank")
+    mixtures: tuple[str, ...] = ("experts", "latent_kv_rank", "linear_interval")
     """Fields of a model with experts, latent attention or multi-token prediction (``checks.MIXTURES``)."""
     tp_divides: tuple[str, ...] = ("heads", "kv_heads", "ffn", "hidden")
     """Sizes of the model that must be multiples of ``tp``, by their fields."""

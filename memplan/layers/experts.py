@@ -250,6 +250,22 @@ def with_shared(r: Recorder, hidden: Tensor, shape: LayerShape, router: Router) 
     return r.left(MODULE, hidden), None
 
 
+def with_opened(r: Recorder, x: Tensor, shape: LayerShape, router: Router) -> Mixed:
+    """``Qwen3NextSparseMoeBlock.forward``: an expert that takes every token, by a gate of its own, and runs first."""
+    spec = shape.spec
+    (x,) = r.entered(MODULE, x)
+    hidden = ops.alias(r, x)
+    hidden = hidden.alias(shape.b * shape.s, spec.hidden)
+    shared = one_expert(r, hidden, spec, ("shared_gate", "shared_up", "shared_down"), spec.shared_expert_ffn)
+    _logits, weights, indices = routed(r, hidden, spec, router)
+    out = by_experts(r, hidden, indices, weights, shape, gated)
+    opened = ops.elementwise(r, "shared_sigmoid", (linear(r, hidden, "shared_opens", 1, False),), saves_output=True)
+    shared = ops.multiply(r, opened, shared, "shared_opened")
+    del opened
+    out = ops.add(r, out, shared, "experts_and_shared")
+    return r.left(MODULE, out.view(*x.shape)), None
+
+
 def parameters(
     r: Recorder, spec: ModelSpec, name: str, sizes: tuple[int, int], dtype: str
 ) -> tuple[Tensor, Tensor | None]:

@@ -13,8 +13,10 @@ the convolution, c chunks of 64 tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from ..values import dataclass
+from . import ops
 from .autograd import Gradients, Recorder, Shape, Tensor, size_of
 from .work import Operator, Product, Scan, Stream
 
@@ -64,6 +66,11 @@ class Sizes:
         return self.b, self.s, self.v, self.d
 
     @property
+    def groups(self) -> Shape:
+        """One of them where it is not repeated."""
+        return self.b, self.s, self.k, self.d
+
+    @property
     def values(self) -> Shape:
         return self.b, self.s, self.v, self.e
 
@@ -99,6 +106,32 @@ def convolution(
     return r.output((x, weight), (x, weight), backward, like, dtype, name, work=done)
 
 
+def channels_convolution(r: Recorder, x: Tensor, weight: Tensor, at: Sizes) -> Tensor:
+    """``CausalConv1dFn`` of causal_conv1d 1.6 (``causal_conv1d_interface.py``, ``cpp_functions.py``), of channels that
+    lie one after the other: saves its input and a view of the weight; the weight's gradient is summed in fp32."""
+    dtype, kernel, own = x.dtype, (at.m, at.kernel), weight.dtype
+
+    def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
+        grad = r.empty(at.channels, dtype, "grad_convolution_input")
+        total = r.empty(kernel, "fp32", "grad_convolution_fp32")
+        if own != "fp32":
+            total = r.empty(kernel, own, "grad_convolution_weight")
+        return [grad, total.view(at.m, 1, at.kernel)]
+
+    size = size_of(at.channels, dtype)
+    done = Operator((Stream(2 * size),), (Stream(3 * size, 2),))
+    return r.output((x, weight), (x, weight), backward, at.channels, dtype, "convolution", work=done)
+
+
+def decay(r: Recorder, a: Tensor, log: Tensor, bias: Tensor) -> Tensor:
+    """``-exp(A_log) softplus(a + dt_bias)`` in fp32: ``exp`` saves its result, ``softplus`` its input."""
+    wide = partial(ops.cast, r, dtype="fp32")
+    rates = ops.scale(r, ops.elementwise(r, "rates", (wide(log, name="A_log_fp32"),), saves_output=True), "rates_less")
+    steps = ops.add(r, wide(a, name="delta_a_fp32"), bias, "delta_a_biased")
+    steps = ops.elementwise(r, "delta_a_softplus", (steps,), (steps,))
+    return ops.multiply(r, rates, steps, "decay")
+
+
 # -- the rule ----------------------------------------------------------------------------------------------
 
 
@@ -128,30 +161,39 @@ def _made(r: Recorder, at: Sizes, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
     return out, sums, inverse
 
 
-def rule_of_normed(r: Recorder, read: Sequence[Tensor], at: Sizes) -> Tensor:
-    """``rule`` of queries and keys that are normed within it (``use_qk_l2norm_in_kernel``): it saves these, and their
-    reciprocal norms."""
+def rule_of_normed(r: Recorder, read: Sequence[Tensor], at: Sizes, *, strided: bool = False) -> Tensor:
+    """``rule`` of queries and keys (b, s, k, d) that are normed within it (``use_qk_l2norm_in_kernel``): it saves
+    these, and their reciprocal norms. Where values have more heads, each is that of several of them.
+
+    ``strided``: queries, keys and values are views of parts of rows, which are copied first (``input_guard``); copies
+    of queries and keys are arguments until forward returns.
+    """
     q, k, v, _, beta = read
     dtype = q.dtype
+    copies = [r.empty(x.shape, dtype, f"{n}_copied") for x, n in zip((q, k), ("query", "key"), strict=True) if strided]
+    v = r.empty(v.shape, dtype, "value_copied") if strided else v
     q, q_norms = _normed(r, at, dtype, "query")
     k, k_norms = _normed(r, at, dtype, "key")
     out, sums, inverse = _made(r, at, dtype)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
-        made = rule_backward(r, at, dtype)
+        made = rule_backward(r, at, dtype, grouped=at.k < at.v)
         for slot, name in enumerate(("query", "key")):
-            made[slot] = r.empty(at.keys, dtype, f"grad_{name}_unnormed")
+            made[slot] = r.empty(at.groups, dtype, f"grad_{name}_unnormed")
         return made
 
     saved = (q, q_norms, k, k_norms, v, sums, beta, inverse)
-    keys = 4 * size_of(at.keys, dtype)
-    norms = Stream(keys, 2)
-    return out.by(r.node(read, saved, backward, work=work_of(at, dtype).after((norms,), ()).then((), (norms,))))
+    norms = Stream(4 * size_of(at.groups, dtype), 2)
+    laid = (Stream(2 * sum(size_of(x.shape, dtype) for x in read[:3]), 3),) if strided else ()
+    done = work_of(at, dtype).after((*laid, norms), ()).then((), (norms,))
+    node = r.node(read, saved, backward, work=done)
+    copies.clear()
+    return out.by(node)
 
 
 def _normed(r: Recorder, at: Sizes, dtype: str, name: str) -> tuple[Tensor, Tensor]:
     """``l2norm_fwd``."""
-    return r.empty(at.keys, dtype, f"{name}_normed"), r.empty(at.heads, "fp32", f"{name}_norms")
+    return r.empty(at.groups, dtype, f"{name}_normed"), r.empty(at.groups[:3], "fp32", f"{name}_norms")
 
 
 def _states(r: Recorder, at: Sizes, dtype: str) -> list[Tensor]:
@@ -161,9 +203,10 @@ def _states(r: Recorder, at: Sizes, dtype: str) -> list[Tensor]:
     return [r.empty(size, dtype, name) for name, size in sizes.items()]
 
 
-def rule_backward(r: Recorder, at: Sizes, dtype: str) -> list[Tensor | None]:
+def rule_backward(r: Recorder, at: Sizes, dtype: str, *, grouped: bool = False) -> list[Tensor | None]:
     """``chunk_gated_delta_rule_bwd``. On Hopper and later a program takes 128 features of a key, on Ampere 64,
-    each with a part of the decays' gradient."""
+    each with a part of the decays' gradient. ``grouped``: queries and keys are not repeated for each value head, and
+    gradients of several heads are summed."""
     variables = _states(r, at, dtype)
     within = [r.empty(at.values, dtype, "grad_values_within")]
     variables.append(r.empty(at.states, dtype, "grad_states"))
@@ -172,12 +215,17 @@ def rule_backward(r: Recorder, at: Sizes, dtype: str) -> list[Tensor | None]:
     grad_q, grad_k = (r.empty(at.keys, dtype, f"grad_{name}") for name in ("query", "key"))
     parts = [r.empty((-(-at.d // 128), *at.heads), "fp32", "grad_decay_parts")]
     variables.append(r.empty(at.keys, dtype, "grad_chunk_keys"))
+    if grouped:
+        grad_q = r.empty(at.groups, dtype, "grad_query_summed")
+        grad_k = r.empty(at.groups, dtype, "grad_key_summed")
     decay = r.empty(at.heads, "fp32", "grad_decay")
     parts.clear()
     more = r.empty(at.keys, dtype, "grad_key_of_inverse")
     grad_v = r.empty(at.values, dtype, "grad_value")
     of_inverse = r.empty(at.heads, "fp32", "grad_decay_of_inverse")
     grad_beta = r.empty(at.heads, dtype, "grad_beta")
+    if grouped:
+        more = r.empty(at.groups, dtype, "grad_key_of_inverse_summed")
     within.clear()
     back = r.empty(at.heads, "fp32", "grad_decay_summed")
     del decay, more, of_inverse

@@ -77,20 +77,25 @@ class LayerShape:
 
     def of_layer(self, number: int) -> LayerShape:
         """Of the layer ``number``, from 0."""
-        window = not (self.masked_kernel and self.spec.sees_all(number))
-        own = self.of_kind(self.spec.has_experts(number), self.spec.has_positions(number), window)
-        linear = self.spec.is_linear(number)
-        return own if linear == own.linear else replace(own, linear=linear)
+        spec = self.spec
+        window = not (self.masked_kernel and spec.sees_all(number))
+        return self.of_kind(spec.has_experts(number), spec.has_positions(number), spec.is_linear(number), window)
 
-    def of_kind(self, mixture: bool, turns: bool, window: bool = True) -> LayerShape:
-        """Of a layer with or without experts, positions, and a mask where others have one."""
-        same = (mixture, turns, window) == (self.mixture, self.turns, self.window)
-        return self if same else replace(self, mixture=mixture, turns=turns, window=window)
+    def of_kind(self, mixture: bool, turns: bool, linear: bool, window: bool = True) -> LayerShape:
+        """Of a layer with or without experts, with or without positions, with a gated delta net or attention, and with
+        a mask where others have one or without."""
+        same = (mixture, turns, linear, window) == (self.mixture, self.turns, self.linear, self.window)
+        return self if same else replace(self, mixture=mixture, turns=turns, linear=linear, window=window)
 
     @property
     def table(self) -> int:
         """Features of a row of the tables of rotary positions."""
         return self.turned // (2 if self.tables == "half" else 1)
+
+    @property
+    def table_rows(self) -> tuple[int, int]:
+        """Sequences and tokens of these tables."""
+        return self.b if family(self.spec.family).tables_of_each else 1, self.s
 
     @property
     def tables(self) -> str:

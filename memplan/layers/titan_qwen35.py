@@ -11,10 +11,9 @@ of keys; of a delta net k heads of keys, v of values.
 
 from __future__ import annotations
 
-from functools import partial
-
 from . import gated_delta, ops, titan_gpt_oss
 from .autograd import Recorder, Shape, Tensor
+from .delta_net import normed
 from .gated_delta import Sizes
 from .huggingface import LayerShape, halves, silu
 from .titan_gpt_oss import varlen_attention
@@ -47,7 +46,7 @@ def offset_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
     """``OffsetRMSNorm.forward``: ``(1 + weight) x rsqrt(mean(x²) + eps)``."""
     dtype = x.dtype
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), dtype)
-    x, _variance = _normed(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name)
+    x, _variance = normed(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name)
     return ops.cast(r, ops.multiply(r, _offset(r, weight, name), x, f"{name}_weighed"), dtype, name)
 
 
@@ -55,21 +54,11 @@ def _offset(r: Recorder, weight: Tensor, name: str) -> Tensor:
     return ops.add_constant(r, ops.cast(r, weight, "fp32", f"{name}_weight_fp32"), f"{name}_weight_offset")
 
 
-def _normed(r: Recorder, x: Tensor, name: str) -> tuple[Tensor, Tensor]:
-    """``x * rsqrt(variance + eps)``, and ``variance``, a variable."""
-    variance = ops.mean_last(r, ops.power(r, x, f"{name}_square"), f"{name}_variance")
-    return ops.multiply(r, x, _deviation(r, variance, name), f"{name}_normed"), variance
-
-
-def _deviation(r: Recorder, variance: Tensor, name: str) -> Tensor:
-    return ops.rsqrt(r, ops.add_constant(r, variance, f"{name}_eps"), f"{name}_rstd")
-
-
 def gated_norm(r: Recorder, x: Tensor, gate: Tensor) -> Tensor:
     """``RMSNormGated.forward``: the norm in the dtype of compute times ``silu(gate)`` in fp32."""
     name, dtype = "delta_norm", x.dtype
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), dtype)
-    x, _variance = _normed(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name)
+    x, _variance = normed(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name)
     x = ops.cast(r, _weighed(r, weight, x, name), dtype, f"{name}_cast")
     x = ops.multiply(r, x, silu(r, ops.cast(r, gate, "fp32", "delta_gate_fp32")), f"{name}_gated")
     return ops.cast(r, x, dtype, name)
@@ -125,7 +114,7 @@ def _inner(r: Recorder, read: list[Tensor], numbers: list[Tensor], shape: LayerS
     at = sizes_of(shape)
     *projected, a, b = read
     q, k, v = (_convolved(r, x, at, name) for x, name in zip(projected, ("query", "key", "value"), strict=True))
-    decay = _decay(r, a, *numbers)
+    decay = gated_delta.decay(r, a, *numbers)
     beta = ops.elementwise(r, "beta", (b,), saves_output=True)
     return _kernel(r, [q, k, v, decay, beta], shape)
 
@@ -138,15 +127,6 @@ def _convolved(r: Recorder, x: Tensor, at: Sizes, name: str) -> Tensor:
         r, x.view(at.b, at.s, m), weight, at, channels=(at.b, at.s, m), name=f"{name}_convolution"
     )
     return made.view(n, m)
-
-
-def _decay(r: Recorder, a: Tensor, log: Tensor, bias: Tensor) -> Tensor:
-    """``-exp(A_log) softplus(a + dt_bias)`` in fp32: ``exp`` saves its result, ``softplus`` its input."""
-    wide = partial(ops.cast, r, dtype="fp32")
-    rates = ops.scale(r, ops.elementwise(r, "rates", (wide(log, name="A_log_fp32"),), saves_output=True), "rates_less")
-    steps = ops.add(r, wide(a, name="delta_a_fp32"), bias, "delta_a_biased")
-    steps = ops.elementwise(r, "delta_a_softplus", (steps,), (steps,))
-    return ops.multiply(r, rates, steps, "decay")
 
 
 def _kernel(r: Recorder, read: list[Tensor], shape: LayerShape) -> Tensor:

@@ -16,7 +16,7 @@ from .block_configs import KEY as BLOCKS
 from .block_configs import blocks_of
 from .errors import ABSENT, Node, PlanError, one_line
 from .hub import config_name
-from .notes import Note, head_assumed, text_part
+from .notes import Note, further_layers, head_assumed, text_part
 from .spec import MOST_LAYERS, block_of
 
 LARGEST = 2**31
@@ -105,6 +105,7 @@ def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     name, family = _family(config)
     if family.text_part:
         notes.append(text_part(str(path)))
+    notes += _further(*(_text_part(config, family) if family.text_part else (config, family)), path)
     if (method := _quantised(config)) is not None and method in family.published_in:
         message = f"{path} names weights that are published in {method}: training in 16 bits casts them back"
         notes.append(Note("published-quantised", one_line(message)))
@@ -116,6 +117,16 @@ def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     if other and _labels(config, name) is None:
         notes.append(head_assumed(str(path), other[0]))
     return tuple(notes)
+
+
+def _further(config: Node, family: Config, path: Path) -> list[Note]:
+    """What is told of layers that predict further tokens, where no class of the family in transformers has them."""
+    nodes = {name: config.mapping.get(name) for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers")}
+    return [
+        further_layers(str(path), name, node.value)
+        for name, node in nodes.items()
+        if "mtp_layers" not in family.keys and node is not None and isinstance(node.value, int) and node.value > 0
+    ]
 
 
 def _architectures(config: Node) -> list[str]:

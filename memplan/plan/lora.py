@@ -24,7 +24,7 @@ WORD, HEAD = "word", "head"
 """The embedding's table and the head, as the recipes call them."""
 
 
-OF_EXPERTS = ("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shared_down")
+OF_EXPERTS = ("gate", "up", "gate_up", "down", "shared_gate", "shared_up", "shared_down", "shared_opens")
 """Linear layers of a feed-forward network, which experts have in place of a dense layer."""
 
 
@@ -269,7 +269,7 @@ def linear_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
     h, f, a, d = spec.hidden, spec.ffn, spec.heads, spec.head_dim
     sizes = {
         "qkv": (h, spec.qkv_features),
-        "query": (h, a * d),
+        "query": (h, a * d * (1 + spec.attention_gate)),
         "key": (h, spec.kv_heads * d),
         "value": (h, spec.kv_heads * d),
         "attention_output": (spec.attention_features, h),
@@ -282,6 +282,12 @@ def linear_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
         WORD: (spec.vocab, h),
         HEAD: (h, spec.vocab),
     }
+    if spec.linear_interval:
+        keys, values = 2 * spec.linear_key_heads * spec.linear_key_head_dim, spec.linear_value_heads
+        features = values * spec.linear_value_head_dim
+        sizes |= {"delta_qkv": (h, keys + features), "delta_gate": (h, features), "delta_output": (features, h)}
+        sizes |= dict.fromkeys(("delta_b", "delta_a"), (h, values))
+        sizes |= {"delta_qkvz": (h, keys + 2 * features), "delta_ba": (h, 2 * values)}
     if q := spec.latent_q_rank:
         sizes |= {"query_down": (h, q), "query_up": (q, a * d)}
         del sizes["query"]
@@ -302,8 +308,14 @@ def adapter_parameters(plan: Plan) -> int:
     once = ("transform", WORD, HEAD)
     dense = sum(not spec.has_experts(number) for number in range(spec.layers)) if spec.experts else spec.layers
 
+    linear = sum(map(spec.is_linear, range(spec.layers))) if spec.linear_interval else 0
+
     def layers(name: str) -> int:
         shared = name.startswith("shared_")
+        if name.startswith("delta_"):
+            return linear
+        if linear and name in ("query", "key", "value", "attention_output"):
+            return spec.layers - linear
         return dense if name in OF_EXPERTS and not shared else spec.layers - (dense if shared else 0)
 
     of_layers = sum(counts[name] * (1 if name in once else layers(name)) for name in adapted(plan))

@@ -44,6 +44,14 @@ def text_part(name: str) -> Note:
     return Note("text-part", one_line(message))
 
 
+def further_layers(path: str, key: str, count: int) -> Note:
+    """What is told of a configuration in ``path`` whose ``key`` says so many layers that predict further tokens."""
+    message = f"{path} names layers that predict further tokens ({key} = {count}), left out as in transformers: "
+    return Note(
+        "further-layers", one_line(f"{message}--mtp-layers {count} adds them where Megatron-LM trains the model")
+    )
+
+
 _SMALL_HEADS = pattern(r"For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)$")
 """Classes of transformers whose head gives a few numbers for a token or a sequence, where a language model's gives one
 for each word of the vocabulary."""

@@ -325,8 +325,9 @@ class ModelSpec(Terse):
         return not self.nope_interval or (layer + 1) % self.nope_interval != 0
 
     def sees_all(self, layer: int) -> bool:
-        """Whether ``layer``, numbered from 0, is of the second of two kinds: without a window, or without positions."""
-        interval = self.nope_interval or self.full_interval or 2 * self.alternating_windows
+        """Whether ``layer``, numbered from 0, is of the second of two kinds: without a window, without positions, or
+        with attention beside gated delta nets."""
+        interval = self.nope_interval or self.full_interval or self.linear_interval or 2 * self.alternating_windows
         return interval > 0 and (layer + 1) % interval == 0
 
     @property

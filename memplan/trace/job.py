@@ -425,6 +425,12 @@ def _check_code(plan: ResolvedPlan) -> None:
             plan.quantisation.kind not in ("none", "nf4", "fp4"),
             "must be nf4 or fp4 in a trace: the kernels of other weights need a GPU",
         ),
+        (
+            "model.linear_interval",
+            plan.model.linear_interval,
+            "must be left out: gated delta nets run kernels of flash-linear-attention and causal-conv1d, which memplan "
+            "runs neither in a trace nor in a validation",
+        ),
         ("trainer.loop", plan.trainer.kind.own_loss, "must be none or transformers in a trace, which runs no trl"),
         ("model.labels", plan.model.labels, "must be left out in a trace, which runs language models"),
         ("recompute.reentrant", plan.recompute.reentrant, "must be false: a trace recomputes without reentrance"),

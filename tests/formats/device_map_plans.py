@@ -41,6 +41,9 @@ TINY: dict[str, str] = {
     "olmo3": "olmo-3-7b",
     "granite": "granite-3.0-2b",
     "granitemoehybrid": "granite-4.0-micro",
+    "qwen3_next": "qwen3-next-80b-a3b",
+    "qwen3_5": "qwen3.5-9b",
+    "qwen3_5_moe": "qwen3.5-35b-a3b",
     "gpt_bigcode": "santacoder",
     "llama4_text": "llama-4-scout",
 }

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from memplan.families import family as family_of
 from memplan.frameworks.fsdp import programs as fsdp
@@ -26,9 +25,9 @@ from memplan.tape.events import ROUND, rounded
 from memplan.tape.program import Program, fold_program, static
 
 from ..layers.test_against_transformers import (
-    EVERY,
     MODELS,
     Event,
+    config_of,
     drops_sorted,
     named,
     sizes,
@@ -122,6 +121,10 @@ OTHERS = (
     Case("olmo3", oracle.Sharding(shards=3, synced=TWICE)),
     Case("olmo3", oracle.Sharding(shards=6), recompute="full", attention="eager"),
     Case("gemma3_text", oracle.Sharding(shards=3, synced=TWICE)),
+    Case("qwen3_5", oracle.Sharding(shards=3, synced=TWICE)),
+    Case("qwen3_5-mha-biased-tied", oracle.Sharding(shards=5, original="bf16"), recompute="full"),
+    Case("qwen3_5_moe", oracle.Sharding(shards=3)),
+    Case("qwen3_next", oracle.Sharding(shards=6), recompute="full"),
     Case("llama4_text", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("llama4_text-dense-unnormed-dropout", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
     Case("llama4_text-biased", oracle.Sharding(shards=6), recompute="full", attention="eager"),
@@ -235,8 +238,7 @@ def planned(case: Case, folder: Path) -> tuple[Plan, Sharding]:
 
 
 def compared(case: Case, folder: Path) -> Compared:
-    kind, settings = EVERY[case.model]
-    config = transformers.AutoConfig.for_model(kind, **settings)
+    config = config_of(case.model)
     config.to_json_file(folder / "config.json", use_diff=False)
     plan, sharding = planned(case, folder)
     given = case.sharding

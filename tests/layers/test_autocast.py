@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from memplan.estimate import detail, estimate, fold
 from memplan.families import family as family_of
@@ -30,11 +29,11 @@ from ..oracle.autocast import cuda_lists, policies
 from ..oracle.tracer import Follow, Trace
 from ..oracle.training_step import traced_step
 from .test_against_transformers import (
-    EVERY,
     MODELS,
     Case,
     Compared,
     Event,
+    config_of,
     drops_sorted,
     named,
     peak,
@@ -107,8 +106,7 @@ EACH_TIME = {
 
 def compared(case: Case, folder: Path, accumulates: bool = False, parameters: str = "fp32") -> Compared:
     """``case`` planned from its ``config.json`` with autocast in its dtype, and traced."""
-    kind, settings = EVERY[case.model]
-    config = transformers.AutoConfig.for_model(kind, **settings)
+    config = config_of(case.model)
     config.to_json_file(folder / "config.json", use_diff=False)
     flags = {
         "model": str(folder),

@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import transformers
-
 from memplan.frameworks.plain import programs as plain
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan
@@ -20,8 +18,8 @@ from memplan.tape.program import Program, fold_program
 from ..oracle.tracer import Change
 from ..oracle.training_step import Step
 from .test_against_transformers import (
-    MODELS,
     Event,
+    config_of,
     drops_sorted,
     named,
     peak,
@@ -42,11 +40,6 @@ class Witness:
     forward: Sequence[int]
     backward: Sequence[int]
     optimizer: Sequence[int]
-
-
-def config_of(model: str) -> transformers.PreTrainedConfig:
-    kind, settings = MODELS[model]
-    return transformers.AutoConfig.for_model(kind, **settings)
 
 
 def program_of(model: str, folder: Path, flags: Mapping[str, str]) -> Program:

@@ -54,6 +54,17 @@ def _plain(function: Any = None, **_: Any) -> Any:
     return function if callable(function) else lambda function: function
 
 
+def _guarded(function: Any = None, **_: Any) -> Any:
+    """``input_guard``, which holds what it makes contiguous until the function returns; with exceptions, none are
+    made."""
+
+    def guarded(*given: Any, **named: Any) -> Any:
+        processed = [one.contiguous() if isinstance(one, torch.Tensor) else one for one in given]
+        return function(*processed, **named)
+
+    return guarded if callable(function) else lambda function: function
+
+
 def load(path: Path) -> tuple[Any, Any]:
     """The modules of the rule and of the convolution."""
     importlib.import_module("torch._inductor.test_operators")  # looks for the real Triton
@@ -80,7 +91,8 @@ def load(path: Path) -> tuple[Any, Any]:
     ):
         sys.modules[f"fla.{name}"] = _Made(f"fla.{name}")
     utils: Any = sys.modules["fla.utils"]
-    utils.input_guard = utils.autocast_custom_fwd = utils.autocast_custom_bwd = _plain
+    utils.autocast_custom_fwd = utils.autocast_custom_bwd = _plain
+    utils.input_guard = _guarded
     utils.check_shared_mem, utils.autotune_cache_kwargs = (lambda *_: True), {}
     sys.modules["fla.ops.cp"].FLACPContext = object  # type: ignore[attr-defined]
     for name in ("ops.backends", "modules.backends", "ops.common.backends"):
@@ -108,6 +120,10 @@ def measured(case: Case, rule: Any, convolution: Any) -> list[list[int]]:
     """Signed sizes of what is held (+) and dropped (-), forward and backward."""
     if case.part.startswith("packed"):
         return _packed(case, rule, convolution)
+    if case.part == "grouped rule":
+        apply = rule.ChunkGatedDeltaRuleFunction.apply
+        flags = (1.0, None, False, False, None, None, None, True)
+        return _traced(lambda: _given(case), lambda *x: apply(*x, *flags)[0])
     if case.part == "rule":
         return _traced(lambda: _given(case), lambda *x: rule.ChunkGatedDeltaRuleFunction.apply(*x, 1.0, None, False)[0])
     apply = convolution.CausalConv1dFunction.apply
@@ -166,6 +182,10 @@ def _given(case: Case) -> list[torch.Tensor]:
     def made(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, requires_grad=True)
 
+    if case.part == "grouped rule":
+        q, k, v = made(*at.channels).split([at.k * at.d, at.k * at.d, at.v * at.e], dim=-1)
+        rows = [q.view(at.groups), k.view(at.groups), v.view(at.values)]
+        return [*rows, made(*at.heads, dtype=torch.float32), made(*at.heads)]
     if case.part == "packed convolution":
         return [made(at.b, at.s, at.m), made(at.m, at.kernel)]
     if case.part == "convolution":

@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import initialization, masking_utils
 
+from . import delta_kernels
 from .autocast import cuda_autocast, cuda_lists
 from .tracer import Change, Follow, Trace, run
 
@@ -142,6 +143,8 @@ def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str, la
     with initialization.no_init_weights():
         model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
     model.tie_weights()
+    if hasattr(config, "linear_num_value_heads"):
+        delta_kernels.install(model)
     model.config.use_cache = False
     return model.train()
 

@@ -425,19 +425,32 @@ def test_qwen_3_5_is_read_alone_and_within_a_model_of_images(tmp_path: Path) -> 
         spec_of(text | {"attn_output_gate": False}, tmp_path)
 
 
-def test_what_only_traces_know_of_transformers_is_known_elsewhere(tmp_path: Path) -> None:
-    """A configuration of Qwen 3.5 is a spec where there is a recipe, and has what was learnt of it where there is none:
-    FSDP runs torchtitan's code of it, or transformers'."""
+def test_a_configuration_is_a_spec_in_whatever_code_runs_it(tmp_path: Path) -> None:
+    """Of Qwen 3.5, of which transformers, torchtitan and Megatron-Core have layers."""
     text = config_of_spec(load_spec("qwen3.5-9b"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
-    for flags, has_sizes in (
-        ({"framework": "megatron"}, True),
-        ({"framework": "fsdp", "fsdp-code": "torchtitan"}, True),
-        ({"framework": "fsdp"}, False),
-        ({"framework": "single", "gpus": "1"}, False),
+    for flags in (
+        {"framework": "megatron"},
+        {"framework": "fsdp", "fsdp-code": "torchtitan"},
+        {"framework": "fsdp"},
+        {"framework": "single", "gpus": "1"},
     ):
         read = read_plan(None, {"model": str(tmp_path), "gpus": "8", **flags}, traced=True)
-        assert read.plan.model.has_sizes is has_sizes
+        assert read.plan.model.has_sizes
+
+
+@pytest.mark.parametrize(
+    ("kind", "further"),
+    [("qwen3_5_text", {"mtp_num_hidden_layers": 2}), ("glm4_moe", {"num_nextn_predict_layers": 2})],
+)
+def test_layers_that_predict_further_tokens_are_told(kind: str, further: dict[str, int], tmp_path: Path) -> None:
+    """No class of these families in transformers has them (``_keys_to_ignore_on_load_unexpected``)."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96}
+    for named, told in ((further, 1), (dict.fromkeys(further, 0), 0)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 512, **sizes, **named}))
+        notes = read_spec(tmp_path).notes
+        assert [note.code for note in notes] == ["further-layers"] * told
+        assert not told or "--mtp-layers 2" in notes[0].message
 
 
 def test_layers_that_predict_further_tokens_are_read(tmp_path: Path) -> None:

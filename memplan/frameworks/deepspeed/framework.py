@@ -30,7 +30,7 @@ class Deepspeed(Framework):
     measured_code = "deepspeed"
     supports = Supports(
         loops=("sft", "dpo", "orpo", "cpo", "simpo", "grpo", "rloo", "reward"),
-        mixtures=("experts", "latent_kv_rank"),
+        mixtures=("experts", "latent_kv_rank", "linear_interval"),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),
         sections=("deepspeed", "lora", "quantisation", "trainer"),

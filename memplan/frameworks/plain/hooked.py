@@ -230,12 +230,15 @@ def _instances(
         requires_grad = bool(number or embedding.module.first.backward)
         return _layer(shape.of_layer(number), recompute, options, bias_first, ended, requires_grad)
 
-    made = frozenset(hold.tensor for hold in embedding.module.shares)
-    kept = made if recompute else made & seen_by_all(layer(0).module.saved_shared)
-    first_full = next(filter(shape.spec.sees_all, range(layers)), None)
-    of_full = unseen(made, sees_all=False)
-    kept -= unseen(made, sees_all=True) if first_full == 0 else of_full if first_full is None else frozenset()
-    foremost = layer(0, kept - of_full if first_full else kept)
+    made = frozenset(hold.tensor for hold in embedding.module.shares) - {EMBEDDED}
+    row, kept = [], frozenset[int]()
+    for number in range(layers):
+        inner = layer(number)
+        keeps = made if recompute else made & seen_by_all(inner.module.saved_shared)
+        fresh = keeps - kept - unseen(made, sees_all=shape.spec.sees_all(number))
+        row.append(layer(number, fresh) if fresh else inner)
+        kept |= fresh
+    foremost, *others = row
     if keeps_embedded(shape):
         saved = not any(getattr(event, "tensor", 0) == INPUT for event in foremost.module.first.forward)
         leaf = leaves_embedding(options.tuning, shape)
@@ -244,14 +247,10 @@ def _instances(
         if leaf:
             begun, first = with_leaf(embedding.module, foremost.module)
             embedding, foremost = replace(embedding, module=begun), replace(foremost, module=first)
-    begin = [foremost]
-    if first_full and kept & of_full:
-        begin += [*map(layer, range(1, first_full)), layer(first_full, kept & of_full)]
-    begin += map(layer, range(len(begin), layers))
     closing = HookedModule(returns(embedding.module, kept), {}, frozenset(), ())
     return (
         Instance("embedding", embedding),
-        *(Instance(name, one) for name, one in zip(layer_names(layers), begin, strict=False)),
+        *(Instance(name, one) for name, one in zip(layer_names(layers), (foremost, *others), strict=True)),
         *([Instance("final_norm", norm)] if norm is not None else []),
         Instance("return", closing),
         Instance("head", head),

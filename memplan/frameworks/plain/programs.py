@@ -388,7 +388,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     def make(kind: LayerKind, ended: frozenset[int]) -> Module:
         if compiled_parts is not None:
             return compiled_parts.layer(ended)
-        own = shape.of_kind(kind.mixture, kind.turns, kind.window)
+        own = shape.of_kind(kind.mixture, kind.turns, kind.linear, kind.window)
         return layer_module(own, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
 
     def kinds(numbers: Iterable[int]) -> Kinds:

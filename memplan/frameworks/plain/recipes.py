@@ -33,7 +33,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     """The shared tensors as a layer sees them: held by others, but for those in ``ended``, which end with it."""
     spec, s = shape.spec, shape.s
     rotary = spec.positions == "rotary"
-    dtype, table = shape.dtype, (1, s, shape.table)
+    dtype, table = shape.dtype, (*shape.table_rows, shape.table)
     known = family(spec.family)
     tables = rotary and not known.tables_in_layers and not shape.older
 

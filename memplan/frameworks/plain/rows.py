@@ -29,6 +29,8 @@ class LayerKind(NamedTuple):
     """They have experts."""
     turns: bool = True
     """They have positions."""
+    linear: bool = False
+    """They have gated delta nets."""
     window: bool = True
     """They have a mask, where some layers' attention has one."""
 
@@ -64,8 +66,10 @@ def kinds_of(
     def kind(i: int) -> LayerKind:
         requires_grad = tuning is None or from_start or i > first_trained
         own = frozen if i < ahead else options
-        kind = plan.model.has_experts(i), plan.model.has_positions(i), not (masked and plan.model.sees_all(i))
-        return LayerKind(own, requires_grad, later if i else "", *kind)
+        spec = plan.model
+        window = not (masked and spec.sees_all(i))
+        of_layer = spec.has_experts(i), spec.has_positions(i), spec.is_linear(i), window
+        return LayerKind(own, requires_grad, later if i else "", *of_layer)
 
     return [(same, len(tuple(equal))) for same, equal in groupby(map(kind, numbers))]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from memplan.layers import gated_delta
@@ -16,8 +16,9 @@ from memplan.plan.spec import ModelSpec
 class Case:
     """On one rank."""
 
-    part: Literal["rule", "convolution", "packed rule", "packed convolution"] = "rule"
-    """Packed: of one row with the tokens of all sequences, and with queries and keys that the rule norms."""
+    part: Literal["rule", "convolution", "packed rule", "packed convolution", "grouped rule"] = "rule"
+    """Packed: of one row with the tokens of all sequences, and with queries and keys that the rule norms. Grouped:
+    normed, too, of views of what the convolution gives, and each for several heads of values."""
     b: int = 2
     s: int = 384
     keys: int = 2
@@ -45,6 +46,9 @@ CASES = [
     Case(part="packed rule"),
     Case(part="packed rule", s=500, d=128),
     Case(part="packed convolution", s=500),
+    Case(part="grouped rule"),
+    Case(part="grouped rule", b=1, s=500, d=256, values=6),
+    Case(part="grouped rule", keys=4, d=128),
 ]
 
 
@@ -65,7 +69,9 @@ def run(r: Recorder, given: list[Tensor], case: Case) -> Tensor:
     if case.part == "rule":
         return gated_delta.rule(r, given, case.at)
     if case.part == "packed rule":
-        return gated_delta.rule_of_normed(r, given, case.at)
+        return gated_delta.rule_of_normed(r, given, replace(case.at, k=case.values))
+    if case.part == "grouped rule":
+        return gated_delta.rule_of_normed(r, given, case.at, strided=True)
     return gated_delta.convolution(r, given[0], given[1], case.at)
 
 

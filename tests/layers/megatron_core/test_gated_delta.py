@@ -52,6 +52,8 @@ def recorded(sizes: list[tuple[tuple[int, ...], str]], recipe: Any) -> list[list
 def test_kernels_are_those_of_flash_linear_attention(case: Case) -> None:
     at = case.at
     read = [(at.keys, "bf16"), (at.keys, "bf16"), (at.values, "bf16"), (at.heads, "fp32"), (at.heads, "bf16")]
+    if case.part == "grouped rule":
+        read[:2] = [(at.groups, "bf16")] * 2
     if "convolution" in case.part:
         read = [(at.channels, "bf16"), ((at.m, 1, at.kernel), "bf16")]
     own = recorded(read, partial(run, case=case))
