@@ -202,8 +202,9 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3-masked-six-keys": ("ministral3", LLAMA | {"sliding_window": 30, "num_key_value_heads": 6}),
     "gemma3_text-masked": ("gemma3_text", GEMMA3 | {"sliding_window": 30, "head_dim": 32}),
     "exaone4-masked": ("exaone4", EXAONE4 | {"sliding_window": 30}),
+    "olmo3-masked": ("olmo3", OLMO3 | {"sliding_window": 30}),
 }
-"""With a sliding window that is no longer than the sequence, where sdpa is handed a mask; of the last two some layers
+"""With a sliding window that is no longer than the sequence, where sdpa is handed a mask; of the last three some layers
 have none."""
 EVERY = MODELS | MASKED
 SHAPES = ((1, 64), (2, 128), (3, 37))
