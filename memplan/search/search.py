@@ -155,23 +155,26 @@ class Search:
         return self._wholes[key]
 
     def replayed_fullest(self, suggestion: Suggestion, *, tells_retries: bool = True) -> Suggestion:
-        """With the replay of the fullest stage and, if that fits, of those at the ends. Without ``tells_retries`` what
-        fits with retries alone may count as what does not fit, which takes a part of the time."""
-        if not (self.asked.chooses_cut or self.asked.stops_early):
+        """With the replay of the fullest stage and, if that fits, of those at the ends; of every stage, where a search
+        folds all of them. Without ``tells_retries`` what fits with retries alone may count as what does not fit, which
+        takes a part of the time."""
+        key = suggestion.point, suggestion.cut
+        by_ends = self.asked.chooses_cut or self.asked.stops_early
+        if not by_ends and (tells_retries or self._is_whole(suggestion)):
             return self.estimated(suggestion)
         self._replayed.add(suggestion.point)
-        key = (suggestion.point, suggestion.cut)
         if key not in self._fullest:
             plan = resolve(suggestion.plan)
             step = ranking_time(plan)
             replays = replace(self._replays, plan=key)
             telling = {"tells_retries": tells_retries, "tells_most": False}
             found = judged_ends(plan, suggestion.fullest, self.known, replays, **telling)
-            suggestion = suggestion.replayed(found)
-            suggestion = replace(suggestion, step=step, seconds=step.total)
-            if not (tells_retries or _is_steady(suggestion)):
-                return suggestion
-            self._fullest[key] = suggestion
+            replayed = replace(suggestion.replayed(found), step=step, seconds=step.total)
+            if not (tells_retries or _is_steady(replayed)):
+                return replayed
+            if not by_ends:
+                return self.estimated(suggestion)
+            self._fullest[key] = replayed
         return self._fullest[key]
 
     # -- fastest first -------------------------------------------------------------------------------------

@@ -203,6 +203,29 @@ def test_what_cannot_be_saved_is_not_replayed(headroom: str) -> None:
     assert search.counts().replayed == len(found)
 
 
+def test_only_the_first_of_those_that_retry_is_followed() -> None:
+    """FSDP: the fastest layout that fits with retries is part of the answer; of later ones it is enough that they would
+    reserve more than there is, which takes no second replay. The answer is that of estimates of all."""
+    flags = {
+        **LLAMA, "framework": "fsdp", "hidden": "4096", "ffn": "16384", "seq": "2048", "heads": "32", "kv-heads": "32",
+        "head-dim": "128", "gpus": "2", "gpus-per-node": "2", "gbs": "32", "headroom": "20GiB",
+        "mbs": "4", "recompute": "full",
+    }  # fmt: skip
+    fixed = {"batch.mbs": 4, "recompute.mode": "full"}
+    sought = Sought(read_plan(None, flags).plan, fixed, "time", 9, lambda what, done, of: None, NOTHING)
+    search, whole = sought._search_of(sought._space), sought._space
+    every = {point: estimate(whole.plan(point)) for point in whole}
+    verdicts = [one.judged.verdict for one in every.values()]
+    assert verdicts.count(Verdict.RETRIES) > 1
+    fits, retrying = (
+        sorted(step_time(one.plan).total for one in every.values() if one.judged.verdict is verdict)
+        for verdict in (Verdict.FITS, Verdict.RETRIES)
+    )
+    found = search.fastest(9)
+    assert [one.seconds for one in found] == [fits[0], retrying[0]]  # another loss is no other layout
+    assert len(search._replays.within) == 1
+
+
 # -- cuts where they matter ------------------------------------------------------------------------------
 
 LARGE = {
