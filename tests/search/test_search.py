@@ -81,6 +81,7 @@ SPACES |= {
     "megatron, further tokens": {**_EXPERTS, "model": "mixtral-8x7b", "gpus": "4", "gbs": "8", "mtp-layers": "1"},
 }  # fmt: skip
 UNLIMITED = 1 << 46
+FEW = {"gpus": "4", "gbs": "8"}
 
 
 def space(name: str, **flags: str) -> Space:
@@ -166,10 +167,10 @@ def test_bounds_from_above_and_below(name: str) -> None:
         assert search.needs.at_best(point) <= peak
 
 
-@pytest.mark.parametrize("name", ["megatron", "megatron, experts behind dense layers"])
+@pytest.mark.parametrize("name", ["megatron", "megatron, experts behind dense layers", "megatron, hybrid"])
 def test_a_checkpoint_is_bounded_in_every_cut(name: str) -> None:
     """By all that a stage keeps between iterations and the copies that its program makes (``Program.saving``)."""
-    whole = space(name, hidden="1024", ffn="4096", vocab="1000")
+    whole = space(name, hidden="1024", ffn="4096", vocab="1000", **FEW)
     search, shares = searched(whole, UNLIMITED), list[float]()
     copying = [one for one in search.candidates if search.needs.saved(one.point)]
     assert {bool(one.point.extras) for one in copying} == {True}  # moments in fp32 are saved as they are
@@ -265,9 +266,6 @@ def found(search: Search) -> list[object]:
     best = search.fastest(4)
     every = [*best, *search.roomier(best[0], 0.05, 1), *search.front(best[0], 0.1, 8)] if best else []
     return [(one.point, one.cut, one.requested, one.seconds) for one in every]
-
-
-FEW = {"gpus": "4", "gbs": "8"}
 
 
 @pytest.mark.parametrize("name", ["megatron", *(pytest.param(one, marks=pytest.mark.slow) for one in CUT[1:])])
