@@ -42,6 +42,10 @@ _Entry = tuple[bool, float, int, Candidate | Group]
 """``Candidate.rank``, the place among all points, and what has it: a group without cuts, or a candidate."""
 
 
+TOLD = 512
+"""Groups of layouts after which it is reported how many have their bounds."""
+
+
 class Search:
     """One search through ``space``; ``limit`` is what a GPU may need in bytes, ``beyond`` what of it is no tensor,
     ``known`` what was measured on the user's own GPUs."""
@@ -69,7 +73,11 @@ class Search:
         self._too_large_from: dict[Point, int] = {}
         """The smallest micro-batch with which a layout's tensors were too much."""
         self._points = Candidates(space, clock, self.needs, self.requestable)
-        self._groups = list(self._points)
+        self._groups = list[Group]()
+        for group in self._points:
+            self._groups.append(group)
+            if not len(self._groups) % TOLD:
+                self.report("layouts bounded from below", group.place, 0)
         self._cut: dict[int, tuple[Candidate, ...]] = {}
         """What ``_with_cuts`` has found, by the group's place."""
         self._many = sum(len(group.candidates) for group in self._groups)
@@ -242,7 +250,7 @@ class Search:
         def is_worth(candidate: Candidate) -> bool:
             return candidate.floor <= found[-1].requested - gain and alike(candidate.point, fastest.point)
 
-        for candidate in self._by_time(is_worth):
+        for candidate in self._by_time(is_worth, " for more room"):
             if candidate.seconds > latest:
                 break
             most = found[-1].requested - gain
@@ -251,9 +259,9 @@ class Search:
                 found.append(suggestion)
         return found[:0:-1]
 
-    def _by_time(self, is_worth: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+    def _by_time(self, is_worth: Callable[[Candidate], bool], why: str = "") -> Iterator[Candidate]:
         """Candidates in their order that are worth it, and of which a bound leaves room for a checkpoint, with the time
-        of their whole step; what is put into ``_waiting`` meanwhile is among them."""
+        of their whole step; what is put into ``_waiting`` meanwhile is among them. ``why``: what is reported of it."""
         order, taken = count(), 0
         ahead = self._ahead.copy()
 
@@ -284,7 +292,7 @@ class Search:
                 self._waiting += self._chosen(candidate)
             elif candidate.timed:
                 taken += 1
-                self.report(f"layouts tried, of {self._many:,} at most", taken, 0)
+                self.report(f"layouts tried{why}, of {self._many:,} at most", taken, 0)
                 yield candidate
             else:
                 self._waiting.append(self._timed(candidate))
@@ -367,7 +375,7 @@ class Search:
         def is_worth(candidate: Candidate) -> bool:
             return candidate.floor <= least() and candidate.point.keeps_numerics >= best.point.keeps_numerics
 
-        for candidate in self._by_time(is_worth):
+        for candidate in self._by_time(is_worth, " for less memory"):
             suggestion = self.folded(candidate, least())
             if suggestion is not None and suggestion.requested <= least() and candidate.seconds >= best.seconds:
                 front.append(replace(suggestion, seconds=candidate.seconds))
@@ -382,9 +390,10 @@ class Search:
         kept = [one for one in self.candidates if one.point.keeps_numerics or not numerics]
         if not self.asked.chooses_cut:
             kept = [one._replace(floor=self.needs.floor(one.point, one.cut)) for one in kept]
-        for candidate in sorted(kept, key=lambda one: (one.floor, one.order)):
+        for at, candidate in enumerate(sorted(kept, key=lambda one: (one.floor, one.order))):
             if best is not None and candidate.floor >= best.requested:
                 continue
+            self.report("layouts tried for the least memory", at, len(kept))
             for one in (candidate, *self._smallest_cut(candidate, best)):
                 suggestion = self.folded(one)
                 if suggestion is None:

@@ -170,11 +170,11 @@ def test_bounds_from_above_and_below(name: str) -> None:
 @pytest.mark.parametrize("name", ["megatron", "megatron, experts behind dense layers", "megatron, hybrid"])
 def test_a_checkpoint_is_bounded_in_every_cut(name: str) -> None:
     """By all that a stage keeps between iterations and the copies that its program makes (``Program.saving``)."""
-    whole = space(name, hidden="1024", ffn="4096", vocab="1000", **FEW)
+    whole = replace(space(name, hidden="1024", ffn="4096", vocab="1000", **FEW), mbs=(1,))
     search, shares = searched(whole, UNLIMITED), list[float]()
-    copying = [one for one in search.candidates if search.needs.saved(one.point)]
-    assert {bool(one.point.extras) for one in copying} == {True}  # moments in fp32 are saved as they are
-    for candidate in Random(4).sample(copying, 12):
+    copying = [point for point in whole if search.needs.saved(point)]
+    assert {bool(point.extras) for point in copying} == {True}  # moments in fp32 are saved as they are
+    for candidate in [one for point in Random(4).sample(copying, 12) for one in search._points.cut([point])]:
         programs = megatron.programs(resolve(search._plan(candidate)), Options())
         most = max(static(program).net + program.saving for program in programs)
         assert search.needs.saved(candidate.point) <= most
