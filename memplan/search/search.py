@@ -393,7 +393,7 @@ class Search:
         for at, candidate in enumerate(sorted(kept, key=lambda one: (one.floor, one.order))):
             if best is not None and candidate.floor >= best.requested:
                 continue
-            self.report("layouts tried for the least memory", at, len(kept))
+            self.report(f"layouts tried for the least memory, of {len(kept):,} at most", at, 0)
             for one in (candidate, *self._smallest_cut(candidate, best)):
                 suggestion = self.folded(one)
                 if suggestion is None:
