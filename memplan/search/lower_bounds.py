@@ -4,6 +4,9 @@ Where the search chooses cuts, a stage with n layers and f micro-batches in flig
 and n f times what one layer saves for backward. Both are exact for one layer, and everything else (ends, padding,
 buckets, what a pass takes while it runs) only adds to them.
 
+Beside that a checkpoint may not be saved though an iteration fits (``Needs.saved``): that depends on neither recompute
+nor micro-batch, and no cut holds fewer states.
+
 Elsewhere (``LowerBounds``) a rank holds, at some moment of an iteration, what it keeps between iterations, and beside
 
 * what earlier micro-batches left, and what one micro-batch takes at its peak, hooks left out: these only hold more; or
@@ -77,6 +80,11 @@ class States(NamedTuple):
     """And divided as well: of copies that saving a checkpoint makes of states, which are there beside all that is kept
     between iterations, gradients among it."""
 
+    @property
+    def saved(self) -> States:
+        """What is there while a checkpoint is saved."""
+        return self._replace(divided=self.divided + self.copied, copied=0)
+
     def of(self, elements: int, shards: int) -> float:
         """Bytes of so many parameters."""
         return elements * (self.whole + self.divided / shards)
@@ -147,6 +155,11 @@ class Shards(NamedTuple):
 
     layers: int
     experts: int
+
+    @classmethod
+    def of(cls, point: Point) -> Shards:
+        ranks = point.dp * point.cp
+        return cls(ranks, ranks * point.tp // (point.ep * point.etp))
 
 
 class Load(NamedTuple):
@@ -300,7 +313,7 @@ class Needs:
         if stages is None:
             stages = self._loads[key] = cut, loads(cut, load.microbatches)
         known: dict[States, int] = {}
-        for kept in map(self._kept, points):
+        for kept in map(self.states, points):
             if kept not in known:
                 known[kept] = at_least(load._replace(kept=kept), stages[1])
             yield known[kept]
@@ -313,7 +326,7 @@ class Needs:
             return list(self.floors(points, self._uncut))
         load, layers = self.load(points[0]), self.space.base.model.layers
         flying, known, found = saved_in_flight(load), dict[States, int](), list[int]()
-        for kept in map(self._kept, points):
+        for kept in map(self.states, points):
             if kept not in known:
                 known[kept] = int(_at_best(load, load.states_as(kept), flying, layers))
             found.append(known[kept])
@@ -321,10 +334,8 @@ class Needs:
 
     def load(self, point: Point) -> Load:
         """What decides them, whatever the cut."""
-        ranks, microbatches = point.dp * point.cp, self.space.microbatches(point)
-        shards = Shards(ranks, ranks * point.tp // (point.ep * point.etp))
-        sizes = point.pp, point.vpp, microbatches
-        return Load(self._layer(point), self._kept(point), shards, *sizes, self._first)
+        sizes = point.pp, point.vpp, self.space.microbatches(point)
+        return Load(self._layer(point), self.states(point), Shards.of(point), *sizes, self._first)
 
     def at_best(self, point: Point) -> float:
         """Of whatever cut."""
@@ -332,13 +343,15 @@ class Needs:
 
     def saved(self, point: Point) -> float:
         """Of whatever cut, while a checkpoint is saved: the fullest stage holds no less than the mean of all, and
-        layers are not all that stages hold. 0 where a checkpoint copies nothing, or layers bound nothing."""
-        if not (self.search.bounds_layers and self._kept(point).copied):
+        layers are not all that stages hold. 0 where a checkpoint copies nothing, or that is not known."""
+        if not self.search.bounds_layers:
+            return self._bounds.saved(point)
+        if not self.states(point).copied:
             return 0.0
         key = (point.tp, point.cp, point.pp, point.dp, point.ep, point.etp, point.zero, point.extras)
         if key not in self._saved:
             load = self.load(point)
-            load = load._replace(kept=load.kept._replace(divided=load.kept.divided + load.kept.copied))
+            load = load._replace(kept=load.kept.saved)
             layers = self.space.base.model.layers - load.first
             self._saved[key] = (layers * load.states + load.first * load.dense_states) / load.pp
         return self._saved[key]
@@ -367,7 +380,8 @@ class Needs:
             known = self._layers[key] = scaled(self._layers[one], point.mbs)
         return known
 
-    def _kept(self, point: Point) -> States:
+    def states(self, point: Point) -> States:
+        """How its states are kept."""
         key = (point.zero, point.extras)
         if key not in self._states:
             self._states[key] = self.search.states(self.space.alone(point._replace(mbs=1)))
@@ -469,6 +483,10 @@ class LowerBounds:
             return self.least(point, enough)
         except PlanError:
             return 0  # the layout itself is refused when it is built, or another one that stands for it
+
+    def saved(self, point: Point) -> float:
+        """While a checkpoint is saved; 0 where nothing is known."""
+        return 0.0
 
     def kept(self, plan: ResolvedPlan) -> Kept:
         """Of a resolved plan; inputs, which depend on the micro-batch, are left out."""

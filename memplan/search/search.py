@@ -42,6 +42,10 @@ _Entry = tuple[bool, float, int, Candidate | Group]
 """``Candidate.rank``, the place among all points, and what has it: a group without cuts, or a candidate."""
 
 
+TOLD = 512
+"""Groups of layouts after which it is reported how many have their bounds."""
+
+
 class Search:
     """One search through ``space``; ``limit`` is what a GPU may need in bytes, ``beyond`` what of it is no tensor,
     ``known`` what was measured on the user's own GPUs."""
@@ -69,7 +73,11 @@ class Search:
         self._too_large_from: dict[Point, int] = {}
         """The smallest micro-batch with which a layout's tensors were too much."""
         self._points = Candidates(space, clock, self.needs, self.requestable)
-        self._groups = list(self._points)
+        self._groups = list[Group]()
+        for group in self._points:
+            self._groups.append(group)
+            if not len(self._groups) % TOLD:
+                self.report("layouts bounded from below", group.place, 0)
         self._cut: dict[int, tuple[Candidate, ...]] = {}
         """What ``_with_cuts`` has found, by the group's place."""
         self._many = sum(len(group.candidates) for group in self._groups)
@@ -155,23 +163,26 @@ class Search:
         return self._wholes[key]
 
     def replayed_fullest(self, suggestion: Suggestion, *, tells_retries: bool = True) -> Suggestion:
-        """With the replay of the fullest stage and, if that fits, of those at the ends. Without ``tells_retries`` what
-        fits with retries alone may count as what does not fit, which takes a part of the time."""
-        if not (self.asked.chooses_cut or self.asked.stops_early):
+        """With the replay of the fullest stage and, if that fits, of those at the ends; of every stage, where a search
+        folds all of them. Without ``tells_retries`` what fits with retries alone may count as what does not fit, which
+        takes a part of the time."""
+        key = suggestion.point, suggestion.cut
+        by_ends = self.asked.chooses_cut or self.asked.stops_early
+        if not by_ends and (tells_retries or self._is_whole(suggestion)):
             return self.estimated(suggestion)
         self._replayed.add(suggestion.point)
-        key = (suggestion.point, suggestion.cut)
         if key not in self._fullest:
             plan = resolve(suggestion.plan)
             step = ranking_time(plan)
             replays = replace(self._replays, plan=key)
             telling = {"tells_retries": tells_retries, "tells_most": False}
             found = judged_ends(plan, suggestion.fullest, self.known, replays, **telling)
-            suggestion = suggestion.replayed(found)
-            suggestion = replace(suggestion, step=step, seconds=step.total)
-            if not (tells_retries or _is_steady(suggestion)):
-                return suggestion
-            self._fullest[key] = suggestion
+            replayed = replace(suggestion.replayed(found), step=step, seconds=step.total)
+            if not (tells_retries or _is_steady(replayed)):
+                return replayed
+            if not by_ends:
+                return self.estimated(suggestion)
+            self._fullest[key] = replayed
         return self._fullest[key]
 
     # -- fastest first -------------------------------------------------------------------------------------
@@ -239,7 +250,7 @@ class Search:
         def is_worth(candidate: Candidate) -> bool:
             return candidate.floor <= found[-1].requested - gain and alike(candidate.point, fastest.point)
 
-        for candidate in self._by_time(is_worth):
+        for candidate in self._by_time(is_worth, " for more room"):
             if candidate.seconds > latest:
                 break
             most = found[-1].requested - gain
@@ -248,9 +259,9 @@ class Search:
                 found.append(suggestion)
         return found[:0:-1]
 
-    def _by_time(self, is_worth: Callable[[Candidate], bool]) -> Iterator[Candidate]:
+    def _by_time(self, is_worth: Callable[[Candidate], bool], why: str = "") -> Iterator[Candidate]:
         """Candidates in their order that are worth it, and of which a bound leaves room for a checkpoint, with the time
-        of their whole step; what is put into ``_waiting`` meanwhile is among them."""
+        of their whole step; what is put into ``_waiting`` meanwhile is among them. ``why``: what is reported of it."""
         order, taken = count(), 0
         ahead = self._ahead.copy()
 
@@ -281,7 +292,7 @@ class Search:
                 self._waiting += self._chosen(candidate)
             elif candidate.timed:
                 taken += 1
-                self.report(f"layouts tried, of {self._many:,} at most", taken, 0)
+                self.report(f"layouts tried{why}, of {self._many:,} at most", taken, 0)
                 yield candidate
             else:
                 self._waiting.append(self._timed(candidate))
@@ -364,7 +375,7 @@ class Search:
         def is_worth(candidate: Candidate) -> bool:
             return candidate.floor <= least() and candidate.point.keeps_numerics >= best.point.keeps_numerics
 
-        for candidate in self._by_time(is_worth):
+        for candidate in self._by_time(is_worth, " for less memory"):
             suggestion = self.folded(candidate, least())
             if suggestion is not None and suggestion.requested <= least() and candidate.seconds >= best.seconds:
                 front.append(replace(suggestion, seconds=candidate.seconds))
@@ -379,9 +390,10 @@ class Search:
         kept = [one for one in self.candidates if one.point.keeps_numerics or not numerics]
         if not self.asked.chooses_cut:
             kept = [one._replace(floor=self.needs.floor(one.point, one.cut)) for one in kept]
-        for candidate in sorted(kept, key=lambda one: (one.floor, one.order)):
+        for at, candidate in enumerate(sorted(kept, key=lambda one: (one.floor, one.order))):
             if best is not None and candidate.floor >= best.requested:
                 continue
+            self.report(f"layouts tried for the least memory, of {len(kept):,} at most", at, 0)
             for one in (candidate, *self._smallest_cut(candidate, best)):
                 suggestion = self.folded(one)
                 if suggestion is None:

@@ -39,6 +39,10 @@ DELTA = {
     "model": "qwen3-next-80b-a3b", "layers": "8", "experts": "8", "expert-top-k": "2", "seq": "256", "gpu": "h200",
     "framework": "megatron", "dtype": "bf16",
 }  # fmt: skip
+HYBRID = {
+    **TINY, "model": "nemotron-h-8b", "layers": "6", "layer-pattern": "M-M*M-", "mamba-heads": "8", "mamba-groups": "4",
+    "mamba-state-dim": "64", "hidden": "1024", "framework": "megatron", "dtype": "bf16", "gpu": "h200", "seq": "256",
+}  # fmt: skip
 DEEPSPEED = {"framework": "deepspeed", "gpus": "4", "gbs": "24"}
 SPACES: dict[str, tuple[dict[str, str], float]] = {
     "single": ({**LLAMA, "framework": "single", "gbs": "24"}, 0.97),
@@ -79,6 +83,7 @@ SPACES: dict[str, tuple[dict[str, str], float]] = {
         0.5,
     ),
     "torchtitan, experts": ({**EXPERTS, "gpus": "8", "gbs": "96"}, 0.5),
+    "megatron, hybrid": ({**HYBRID, "gpus": "4", "gbs": "8"}, 0.3),
     "megatron, gated delta nets": ({**DELTA, "gpus": "4", "gbs": "32"}, 0.3),
     "torchtitan, GPipe": ({**TITAN, "gpus": "8", "gbs": "96", "schedule": "gpipe"}, 0.6),
 }  # fmt: skip

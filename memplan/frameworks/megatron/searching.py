@@ -38,7 +38,18 @@ from ...search.cuts import (
     stage_seconds,
 )
 from ...search.framework import FrameworkSearch, Proposal
-from ...search.lower_bounds import UNBOUNDED, Beside, LayerNeeds, LowerBounds, Needs, StageLoad, States, at_least, loads
+from ...search.lower_bounds import (
+    UNBOUNDED,
+    Beside,
+    LayerNeeds,
+    LowerBounds,
+    Needs,
+    Shards,
+    StageLoad,
+    States,
+    at_least,
+    loads,
+)
 from ...search.point import NO_RECOMPUTE, UNCUT_FIELDS, Extra, Point, Recomputing, updated
 from ...search.space import Space
 from ...search.time import work_of
@@ -396,7 +407,7 @@ class HybridSearch(MegatronSearch):
         return iter(())
 
     def lower_bounds(self, space: Space) -> LowerBounds:
-        return _Unknown(space)
+        return _OfStates(space)
 
 
 class LinearSearch(HybridSearch):
@@ -410,9 +421,34 @@ class LinearSearch(HybridSearch):
         return _OfLeast(space)
 
 
-class _Unknown(LowerBounds):
-    def __call__(self, point: Point, enough: int = UNBOUNDED) -> int:
-        return 0
+class _OfStates(LowerBounds):
+    """States alone, of all layers whatever their kinds: the fullest stage keeps no less than the mean of all."""
+
+    def __init__(self, space: Space) -> None:
+        super().__init__(space)
+        self._elements: dict[object, tuple[int, int]] = {}
+
+    @cached_property
+    def _needs(self) -> Needs:
+        return Needs(self.space)
+
+    def least(self, point: Point, enough: int) -> int:
+        return int(self._mean(point, self._needs.states(point)))
+
+    def saved(self, point: Point) -> float:
+        states = self._needs.states(point)
+        return self._mean(point, states.saved) if states.copied else 0.0
+
+    def _mean(self, point: Point, states: States) -> float:
+        key = point.tp, point.ep, point.etp
+        if key not in self._elements:
+            alone = point._replace(mbs=1, recompute=NO_RECOMPUTE, zero=self.space.least_zero, extras=())
+            (program,) = programs.programs(self.space.alone(alone), Options())
+            tensors = program.parameter_tensors()
+            shared, own = (sum(one.elements for one in tensors if one.expert is expert) for expert in (False, True))
+            self._elements[key] = shared, own
+        (shared, own), shards = self._elements[key], Shards.of(point)
+        return (states.of(shared, shards.layers) + states.of(own, shards.experts)) / point.pp
 
 
 class _OfLeast(LowerBounds):
