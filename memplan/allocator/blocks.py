@@ -18,8 +18,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import add, and_, rshift
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from ..values import NamedTuple
 from .requests import Requests
 
 UNIT_BITS = 9
