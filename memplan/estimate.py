@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import field
 from functools import lru_cache
 from math import hypot
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .allocator.caching import AllocatorSettings
 from .allocator.limited import Within, replay_within
@@ -54,7 +54,7 @@ from .plan.traced_spec import TracedSpec
 from .result import Estimate, Failure, Judged, ModuleTape, Notice, Peak, StageEstimate, Verdict, worst, worst_moment
 from .tape.events import Category, Hold
 from .tape.program import Folded, Program, evaluation_beyond, fold_evaluation, fold_program, ranks_on_node, static
-from .values import dataclass, replace
+from .values import NamedTuple, dataclass, replace
 
 if TYPE_CHECKING:
     from .allocator.levels import Line

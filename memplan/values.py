@@ -3,7 +3,8 @@
 The standard library compiles six methods for each class when it is imported, half a millisecond; a start imports more
 than a hundred such classes, makes values of half of them, and a few of most. Here a method is compiled, from the same
 text, when it is first called, and ``__init__`` when it was called a few times. Everything else (fields, slots,
-``asdict``) is the standard library's own.
+``asdict``) is the standard library's own. ``NamedTuple`` leaves annotations as they are, each of which the standard
+library compiles.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ class HashedOnce:
 if TYPE_CHECKING:
     from dataclasses import dataclass, replace
     from re import compile as pattern
+    from typing import NamedTuple
 else:
     import dataclasses
     import re
+    from collections import namedtuple
     from dataclasses import MISSING, FrozenInstanceError
     from functools import cache
     from operator import attrgetter
@@ -38,6 +41,23 @@ else:
         def __getattr__(self, name):
             method = self.__dict__[name] = getattr(re.compile(self._text), name)
             return method
+
+    class _Named(type):
+        """Makes of a class's fields, defaults and methods what ``collections.namedtuple`` does of names."""
+
+        def __new__(cls, name, bases, content):
+            if not bases:
+                return super().__new__(cls, name, bases, content)
+            annotations = content.pop("__annotations__", {})
+            defaults = [content.pop(field) for field in annotations if field in content]
+            made = namedtuple(name, annotations, defaults=defaults, module=content["__module__"])
+            made.__annotations__ = annotations
+            for key, value in content.items():
+                setattr(made, key, value)
+            return made
+
+    class NamedTuple(metaclass=_Named):
+        """``typing.NamedTuple``, with annotations that nobody has looked at."""
 
     def dataclass(cls=None, /, *, eq=True, frozen=False, slots=False):
         """``dataclasses.dataclass`` with those of its choices that are used here."""
@@ -208,4 +228,4 @@ else:
             object.__setattr__(self, field.name, value)
 
 
-__all__ = ["HashedOnce", "dataclass", "pattern", "replace"]
+__all__ = ["HashedOnce", "NamedTuple", "dataclass", "pattern", "replace"]

@@ -1,16 +1,17 @@
-"""``memplan.values.dataclass`` does what the standard library's does."""
+"""``memplan.values.dataclass`` and ``NamedTuple`` do what the standard library's do."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import pickle
+import typing
 from dataclasses import FrozenInstanceError, field
 from typing import Any
 
 import pytest
 
-from memplan.values import HashedOnce, dataclass, pattern, replace
+from memplan.values import HashedOnce, NamedTuple, dataclass, pattern, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,43 @@ class Own:
 
     def __repr__(self) -> str:
         return "own"
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    left: int
+    """The first."""
+    right: tuple[int, ...] = ()
+
+    @property
+    def many(self) -> int:
+        return self.left + len(self.right)
+
+    @classmethod
+    def of(cls, left: int) -> Pair:
+        return cls(left, (left,))
+
+
+def test_a_named_tuple_is_that_of_the_standard_library() -> None:
+    """Names, defaults, methods and text are those of ``collections.namedtuple``, which ``typing.NamedTuple`` makes,
+    too."""
+    pair = Pair.of(2)
+    assert (pair, pair.left, pair.right, pair.many) == ((2, (2,)), 2, (2,), 3)
+    assert (Pair._fields, Pair._field_defaults, Pair(1)) == (("left", "right"), {"right": ()}, (1, ()))
+    assert (repr(pair), pair._replace(left=5)) == ("Pair(left=2, right=(2,))", (5, (2,)))
+    assert (Pair.__name__, Pair.__module__, Pair.__doc__, type(pair)) == (
+        "Pair",
+        __name__,
+        "A tuple with names.",
+        Pair,
+    )
+    assert typing.get_type_hints(Pair) == {"left": int, "right": tuple[int, ...]}
+    for other in (copy.copy(pair), pickle.loads(pickle.dumps(pair))):
+        assert (other, type(other)) == (pair, Pair)
+    wrong: Any = Pair
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'left'"):
+        wrong()
 
 
 def test_fields_are_set_by_place_by_name_and_by_default() -> None:

@@ -18,8 +18,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import add, and_, rshift
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
+from ..values import NamedTuple
 from .requests import Requests
 
 UNIT_BITS = 9
@@ -135,11 +136,13 @@ class SegmentPool:
         before, after = edges.pop(address, 0), edges.pop(end, 0)
         if before:
             del free[bisect_left(free, before)]
+            code += before - address
             address = before & ADDRESS
         if after:
             del free[bisect_left(free, after)]
+            code += after - end
             end += after >> SHIFT
-        code = edges[address] = edges[end] = end - address << SHIFT | address
+        edges[address] = edges[end] = code
         insort(free, code)
 
     def run_all(self, stretches: Iterable[Stretch], blocks: list[int], limit: int) -> tuple[int, int, int]:
@@ -224,7 +227,7 @@ class SegmentPool:
         units that were held at a time, beginning with 0, if above ``limit``; and the place of that, else -1.
         """
         free, edges = self.free, self.edges
-        least_rest, split_below, picky = self.least_rest, self.split_below, self.picky
+        worth, split_below, picky = self.least_rest << SHIFT, self.split_below, self.picky
         beyond, highest, bound = 0, -1, limit
         """``bound``: the ``limit`` of what is requested."""
         for slot, units, least, top, place in steps:
@@ -240,23 +243,24 @@ class SegmentPool:
                     code = self._grow(units)
                     address, index = code & ADDRESS, len(free)
                     free.append(code)
-                rest = (code >> SHIFT) - units
-                behind = address + units
-                if rest >= least_rest and units < split_below:
+                rest = code - least + units  # the code of what is left
+                if rest >= worth and units < split_below:
                     blocks[slot] = least | address
-                    code = edges[behind] = edges[behind + rest] = rest << SHIFT | behind
-                    if index and free[index - 1] > code:
+                    address += units
+                    edges[address] = edges[address + (rest >> SHIFT)] = rest
+                    if index and free[index - 1] > rest:
                         del free[index]
-                        insort(free, code, 0, index)
+                        insort(free, rest, 0, index)
                     else:
-                        free[index] = code
+                        free[index] = rest
                 else:
                     del free[index]
-                    edges.pop(behind + rest, None)  # new memory has no edges yet
+                    held = code >> SHIFT
+                    edges.pop(address + held, None)  # new memory has no edges yet
                     blocks[slot] = code
-                    if rest:
-                        beyond += rest
-                        bound -= rest
+                    if held != units:
+                        beyond += held - units
+                        bound -= held - units
             elif units:
                 code, least = blocks[slot], 0
                 address, held = code & ADDRESS, code >> SHIFT
@@ -268,14 +272,14 @@ class SegmentPool:
                     before = edges.pop(address)
                     least = bisect_left(free, before)
                     del free[least]
+                    code += before - address
                     address = before & ADDRESS
-                    code = end - address << SHIFT | address
                 if end in edges:
                     after = edges.pop(end)
                     least = bisect_left(free, after)
                     del free[least]
+                    code += after - end
                     end += after >> SHIFT
-                    code = end - address << SHIFT | address
                 edges[address] = edges[end] = code
                 insort(free, code, least)
             elif least:
@@ -300,18 +304,18 @@ class SegmentPool:
         if index == len(free):
             return 0
         code = free[index]
-        address, rest = code & ADDRESS, (code >> SHIFT) - units
+        address, rest = code & ADDRESS, code - least + units
         behind = address + units
         del edges[address]
-        if rest < self.least_rest or units >= self.split_below:
-            del free[index], edges[behind + rest]
+        if rest >> SHIFT < self.least_rest or units >= self.split_below:
+            del free[index], edges[behind + (rest >> SHIFT)]
             return code
-        code = edges[behind] = edges[behind + rest] = rest << SHIFT | behind
-        if index and free[index - 1] > code:
+        edges[behind] = edges[behind + (rest >> SHIFT)] = rest
+        if index and free[index - 1] > rest:
             del free[index]
-            insort(free, code, 0, index)
+            insort(free, rest, 0, index)
         else:
-            free[index] = code
+            free[index] = rest
         return least | address
 
     def grow(self, units: int, room: int) -> int:

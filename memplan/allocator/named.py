@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from functools import lru_cache
 from itertools import accumulate, islice, starmap
-from typing import NamedTuple, overload
+from typing import overload
 
 from ..tape.events import Category, Drop, Event, Hold
 from ..tape.program import WHOLE, Chunk, Role, What
+from ..values import NamedTuple
 from .caching import AllocatorSettings
 from .passes import Pass, Passes
 from .rank import Rank

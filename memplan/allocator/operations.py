@@ -9,9 +9,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, cast, overload
 
 from ..tape.events import Category, Drop, Hold, Tape
+from ..values import NamedTuple
 from .caching import AllocatorSettings
 
 

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import groupby, pairwise
 from operator import itemgetter
-from typing import NamedTuple
 
 from ..layers.module import SHARED, STALE, Module, Tapes
 from ..tape.events import GRAD_OUTPUT, INPUT, NOTHING, PRODUCT, Bytes, Category, Drop, Event, Hold, Hook, Seam, Tape
 from ..tape.program import Chunk, Hooked, Role, Span, What, Whole
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 from .blocks import LARGEST_SMALL, SHIFT, UNBOUNDED, Given, SegmentPool, Step, Stretch
 from .caching import AllocatorSettings
 from .operations import Listed, Operation, Operations, Placed, alone, ends, listed, takes_over

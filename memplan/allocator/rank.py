@@ -8,9 +8,9 @@ another, so its segments add up to more than the order of events alone would nee
 from __future__ import annotations
 
 from copy import copy
-from typing import NamedTuple
 
 from ..tape.events import Bytes, Category
+from ..values import NamedTuple
 from .blocks import LARGEST_SMALL, SHIFT, SMALL_SEGMENT, UNIT_BITS, SegmentPool
 from .caching import AllocatorSettings
 from .passes import FEW, Pass, Row

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import takewhile
 from operator import eq
-from typing import NamedTuple
+
+from ..values import NamedTuple
 
 PROBE = 24
 """Elements by whose next occurrence a period is found."""

@@ -274,7 +274,8 @@ class Run:
         """Block of what the last pass hands on,"""
         self.stream = 0
         """and its stream."""
-        self.untaken = {"forward": tuple(workspaces[:1]), "backward": tuple(workspaces[1:])}
+        of_threads = {"forward": tuple(workspaces[:1]), "backward": tuple(workspaces[1:])}
+        self.untaken = {thread: holds for thread, holds in of_threads.items() if holds}
         """Workspaces that the threads of the two directions take with their first products of matrices."""
         self.tuned = set[str]()
         """Kernels whose variants have been timed."""
@@ -369,7 +370,8 @@ class Run:
             elif what == "end":
                 found = between.pop((tensor, chunk, number), None)
                 if found is not None:  # nothing is left from an iteration before the first
-                    rank.drop(*found)
+                    block, size, category, stream = found
+                    rank.drop(block, size, category, stream)
             elif what in ("begin_all", "end_all"):
                 (self.begin_all if what == "begin_all" else self.end_all)(chunk, tensor, number)
             else:
@@ -385,7 +387,8 @@ class Run:
 
     def receive(self, tensor: str, chunk: int, number: int, known: tuple[int, int, int]) -> int:
         """The block of a tensor between passes that begins by itself."""
-        return self.rank.hold(*known)
+        size, category, stream = known
+        return self.rank.hold(size, category, stream)
 
     def begin_all(self, chunk: int, tensor: str, count: int) -> None:
         """``count`` equal tensors. Once they have filled what small blocks are free, so many fill a segment each: those
@@ -441,7 +444,7 @@ class Run:
         (``getCurrentCUDABlasHandle``), and what is held while variants of a kernel are timed."""
         found: list[Amid] = []
         thread = WHOLE.get(what, what) if self.untaken else ""
-        if self.untaken.get(thread):
+        if thread in self.untaken:
             at = 0 if what in WHOLE else passes.product(what, role)
             found.append((at, partial(self.take, self.untaken.pop(thread))))
         for at, seam in passes.tuned(what, role):

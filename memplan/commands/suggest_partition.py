@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -16,7 +16,7 @@ from ..plan.implied import IMPLIED
 from ..plan.notes import Note, says_choice
 from ..plan.read import Flags, ReadPlan
 from ..report.progress import Report, progress
-from ..values import replace
+from ..values import NamedTuple, replace
 from .fixed import fixed_values, fixes_of, kept_beside, located, starts, with_fixes, without_open
 from .launched import (
     From,

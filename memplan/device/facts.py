@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 
 _KIB = 1 << 10
 _MIB = 1 << 20

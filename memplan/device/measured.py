@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..allocator.replay import Replayed
 from ..frameworks import ROOMS, framework
@@ -24,7 +24,7 @@ from ..frameworks.base import Communicator
 from ..plan.plan import ResolvedPlan
 from ..result import BeyondAllocated, Notice, StageEstimate
 from ..tape.events import Category, Hold, rounded
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 from . import facts
 from .contexts import context_causes, stream_causes, visiting_causes
 from .facts import Cause, Version

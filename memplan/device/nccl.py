@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 from ..frameworks.base import Communicator
+from ..values import NamedTuple
 from .facts import NO_ENVIRONMENT, Version
 
 SOURCE = (

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 
 if TYPE_CHECKING:
     from ..device.facts import Cause

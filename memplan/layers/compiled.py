@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 from ..plan.spec import ModelSpec
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 from .autograd import ITEMSIZE, Gradients, Recorder, Shape, Tensor, incoming
 from .float8 import Float8
 from .huggingface import LayerShape

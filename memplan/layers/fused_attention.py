@@ -14,9 +14,9 @@ Shapes: b micro-batch, a heads, s sequence, d features of a head.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from ..tape.events import Category
+from ..values import NamedTuple
 from . import ops
 from .autograd import Gradients, Recorder, Shape, Tensor, size_of
 from .work import Operator, Stream, attention

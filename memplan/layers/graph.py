@@ -4,9 +4,10 @@ arrive at."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..tape.events import Category
+from ..values import NamedTuple
 from .work import Shape, Work, size_of
 
 if TYPE_CHECKING:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import NamedTuple
 
 from ..tape.events import Category, rounded
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 from . import ops, work
 from .autograd import Gradients, Recorder, Shape, Tensor, Unsummed, incoming, size_of
 from .fused_lora import Functions, projected

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2, "int64": 8, "int32": 4, "bool": 1, "uint8": 1, "fp8": 1}
 """Bytes of one element."""

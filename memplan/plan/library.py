@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
+
+from ..values import NamedTuple
 
 SAVED_DTYPE = "saved_dtype"
 """The line of a spec that says in which dtype the model's checkpoint was published."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
+from ..values import NamedTuple
 from .count import parameters
 from .errors import Node, Origin, PlanError, is_slip, one_line, wrong_at
 from .hub import (

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
-from ..values import pattern
+from ..values import NamedTuple, pattern
 from .environment import READ, is_followed, is_irrelevant
 from .errors import Guesses, nearest, one_line, shown
 from .plan import DEFAULT_SEQ, Plan

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
-from ..values import dataclass, pattern
+from ..values import NamedTuple, dataclass, pattern
 from .errors import ABSENT, Origin, PlanError
 
 _FIELD = pattern(r"\b[a-z]\w*\.[a-z]\w*\b")

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..layers.megatron_core.overlapped import COMBINE, DISPATCH, FRONT, MLP, MLP_DW, PRE, PRE_DW, TAIL
 from ..tape.events import ZERO, Category, Excursion, Hold, change
 from ..tape.program import WHOLE, Action, Piece, Whole
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 from .megatron_fold import CATEGORIES, MADE, NAMES, MegatronOrder, reduced
 from .megatron_schedule import trace
 

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 from operator import add, sub
-from typing import NamedTuple
 
 from ..tape.program import Passes
-from ..values import replace
+from ..values import NamedTuple, replace
 from .megatron_fold import Sizes, reduced, saved_by_flight
 from .megatron_interleaved import table
 from .megatron_schedule import Schedule

@@ -12,11 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from operator import add, mul
-from typing import NamedTuple
 
 from ..tape.events import NOTHING, ROUND, ZERO, Bytes, Category, Excursion, Hold, change
 from ..tape.program import Action, Chunk, Exchanged, Passes, Role
-from ..values import dataclass, replace
+from ..values import NamedTuple, dataclass, replace
 from .megatron_interleaved import table
 from .megatron_schedule import KINDS, Kind, Schedule, trace
 

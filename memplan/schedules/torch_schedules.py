@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..tape.events import ZERO, Category, Excursion, Hold, change, compose, fold
 from ..tape.program import Action, Chunk, Exchanged, Role, What
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 
 REPEATED = 3
 """Periods of a steady phase that stand for all of them."""

@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from itertools import chain, groupby
 from math import inf
-from typing import NamedTuple
 
 from ..plan.errors import PlanError
 from ..plan.plan import ResolvedPlan
 from ..plan.resolve import resolve
 from ..plan.spec import ModelSpec
-from ..values import replace
+from ..values import NamedTuple, replace
 from .cuts import ChunkLayers, Ratios, StageLayers, fastest, has_place
 from .lower_bounds import Needs
 from .point import Extra, Point, Recomputing

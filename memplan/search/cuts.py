@@ -31,12 +31,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from math import ceil, floor, inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.plan import ResolvedPlan
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 
 
 class ChunkLayers(NamedTuple):

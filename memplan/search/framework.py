@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..estimate import fold
 from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..plan.plan import Plan, ResolvedPlan
 from ..plan.resolve import resolve
+from ..values import NamedTuple
 from .cuts import Criteria, Fields, Holds, Ratios, StageLayers
 from .lower_bounds import Beside, LayerNeeds, LowerBounds, States
 from .point import NO_RECOMPUTE, Extra, Point, Recomputing

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field
 from functools import lru_cache
 from operator import mul
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..estimate import programs_of
 from ..layers.module import Options
@@ -33,7 +33,7 @@ from ..plan.resolve import resolve
 from ..plan.traced_spec import TracedSpec
 from ..tape.events import ROUND, Category, Excursion
 from ..tape.program import Folded, Program, first_backward, fold_program, static
-from ..values import dataclass, replace
+from ..values import NamedTuple, dataclass, replace
 from .cuts import ChunkLayers, Holds, StageLayers, stage_layers
 from .point import NO_RECOMPUTE, Extra, Point
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..plan.plan import Plan
+from ..values import NamedTuple
 
 
 class Recomputing(NamedTuple):

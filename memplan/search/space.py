@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from itertools import product
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..frameworks import framework
 from ..frameworks.base import Framework
@@ -21,7 +21,7 @@ from ..plan.errors import PlanError
 from ..plan.plan import Layout, Plan, ResolvedPlan
 from ..plan.resolve import resolve
 from ..plan.section import MOST_CHUNKS, MOST_STAGES
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 from .cuts import StageLayers, norm_behind_layers
 from .framework import FrameworkSearch, divisors
 from .point import UNCUT, UNCUT_FIELDS, Extra, Point, Recomputing, changed, updated

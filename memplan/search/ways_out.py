@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from math import inf
-from typing import NamedTuple
 
 from ..device.measured import Measured, least_context
 from ..estimate import judged_ends
@@ -22,7 +21,7 @@ from ..plan.plan import Plan, ResolvedPlan
 from ..plan.resolve import resolve
 from ..plan.sizes import headroom_bytes
 from ..result import Estimate, Verdict, WayOut
-from ..values import replace
+from ..values import NamedTuple, replace
 from .changes import proposals, stated
 from .framework import Proposal
 from .point import changed

@@ -18,9 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from enum import Enum, IntEnum
 from functools import cached_property, reduce
-from typing import NamedTuple
 
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 
 ROUND = 512
 """Bytes to which the allocator rounds every request."""

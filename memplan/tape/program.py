@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
 from functools import cached_property, lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ..plan.plan import ResolvedPlan
-from ..values import dataclass
+from ..values import NamedTuple, dataclass
 from .events import (
     GRAD_OUTPUT,
     INPUT,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import lru_cache
-from typing import NamedTuple
 
 from ...layers.edges import TIED_GRADIENT
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
@@ -16,7 +15,7 @@ from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Drop, Hold, Hook, Scope, Seam, Stretch, Tape, cut, insert, renamed
 from ...tape.program import Program, Span, drop_all, fold_program
-from ...values import replace
+from ...values import NamedTuple, replace
 from ..plain import programs as plain
 from ..plain.hooked import TIED
 from ..plain.programs import buffers

@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import field
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import Literal
 
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 from .config import Zero
 
 

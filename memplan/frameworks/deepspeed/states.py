@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
@@ -22,7 +21,7 @@ from ...optimizers.base import optimizer_states
 from ...optimizers.bitsandbytes import managed_bytes
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Hold, rounded
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 from ..plain.hooked import Model
 from .config import Zero
 from .hooks import sharded

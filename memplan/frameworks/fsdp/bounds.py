@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import groupby
-from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Module, Options, Parameter, Tapes, hold_bytes
@@ -27,7 +26,7 @@ from ...search.point import Extra, Point
 from ...search.space import Space
 from ...tape.events import Category, rounded
 from ...tape.program import module_states
-from ...values import dataclass, replace
+from ...values import NamedTuple, dataclass, replace
 from . import programs, stages, torchtitan
 from .modules import Model, managed
 from .stages import Cut

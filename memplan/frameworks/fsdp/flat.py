@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...families import family
 from ...layers.autograd import ITEMSIZE
@@ -38,7 +38,7 @@ from ...plan.tuning_checks import is_tuned
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Event, Hold, Scope, Stretch, Tape, rounded
 from ...tape.program import Program, Span, drop_all
-from ...values import dataclass, replace
+from ...values import NamedTuple, dataclass, replace
 from ..plain import preferences, trainer
 from ..plain import programs as plain
 from ..plain.programs import buffers, inputs

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 from ...layers.fused_losses import CHUNKS
 from ...layers.recompute import RERUN
 from ...layers.titan_moe import AGAIN, EXPERTS
 from ...tape.events import Hook, Seam, Tape
+from ...values import NamedTuple
 
 OWN = "own"
 """Seams in a module that does more than what a unit wraps: where its forward ends, and where its backward begins."""

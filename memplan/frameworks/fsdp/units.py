@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import compress
-from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
@@ -19,7 +18,7 @@ from ...optimizers.base import State, full, optimizer_states, step_temporaries
 from ...plan.plan import Optimizer
 from ...tape.events import Category, Stretch, rounded
 from ...tape.program import drop_all
-from ...values import dataclass, replace
+from ...values import NamedTuple, dataclass, replace
 from ..plain import tuned
 
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from ...tape.events import Category, Event, Hold, Tape, rounded
+from ...values import NamedTuple
 from .hooks import GATHERING
 
 BUCKET = 250 << 20

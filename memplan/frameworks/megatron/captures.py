@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.megatron_core import block
@@ -23,7 +22,7 @@ from ...schedules.megatron_fold import PASSES, MegatronOrder, reduced
 from ...schedules.megatron_schedule import trace
 from ...tape.events import GRAD_OUTPUT, INPUT, ZERO, Category, Drop, Event, Excursion, Hold, Tape, change
 from ...tape.program import Chunk, Program, Span
-from ...values import dataclass, replace
+from ...values import NamedTuple, dataclass, replace
 
 APART = frozenset({"attn", "moe_router", "moe_preprocess"})
 """Parts behind which a layer goes on, so that neither its output nor its input's gradient is a graph's own."""

@@ -24,14 +24,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import lcm, prod
-from typing import NamedTuple
 
 from ...layers.megatron_core import mtp
 from ...layers.megatron_core.precision import Low, Part
 from ...layers.module import Parameter
 from ...plan.megatron_section import MegatronSharding
 from ...tape.program import Span
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 from .states import REGISTERED, is_low
 
 EXPERTS = ".experts."

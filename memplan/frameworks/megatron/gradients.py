@@ -12,14 +12,13 @@ from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from functools import lru_cache
 from itertools import count
-from typing import NamedTuple
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
 from ...plan.errors import PlanError
 from ...tape.events import Category, Event, Hold, Stretch, rounded
 from ...tape.program import Kept
-from ...values import replace
+from ...values import NamedTuple, replace
 from .states import Chunk, Rules, buffers_of
 
 FIRST = 1 << 41

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ...layers.autograd import Recorder, Tensor
 from ...layers.megatron_core import (
@@ -27,7 +26,7 @@ from ...plan.module_precision import wide_modules
 from ...plan.plan import Recompute
 from ...plan.spec import LayerBlock
 from ...tape.events import Category, Hook
-from ...values import replace
+from ...values import NamedTuple, replace
 
 HEAD, LOSS = "head", "loss"
 """Entries: the output layer, with the loss where that is not apart, and what is behind it."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from math import lcm, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ...layers.autograd import ITEMSIZE, Shape, size_of
 from ...layers.megatron_core.precision import Low
@@ -21,7 +21,7 @@ from ...layers.module import Parameter
 from ...optimizers.base import step_temporaries
 from ...tape.events import OWN_POOL, Category, Event, Hold, Stretch, drops, rounded
 from ...tape.program import Kept
-from ...values import dataclass, replace
+from ...values import NamedTuple, dataclass, replace
 from . import clipping
 from .clipping import cast
 

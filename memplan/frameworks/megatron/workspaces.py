@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import filterfalse, groupby
-from typing import NamedTuple
 
 from ...layers.autograd import Shape
 from ...layers.megatron_core import (
@@ -25,7 +24,7 @@ from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import hold_bytes
 from ...tape.events import Category, Hold, Stretch
 from ...tape.program import Kept
-from ...values import replace
+from ...values import NamedTuple, replace
 from .from_plan import HOPPER
 from .modules import is_layer, layer_shapes
 from .states import Chunk

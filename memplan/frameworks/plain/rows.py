@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple
 
 from ...layers.module import Module, Options
 from ...plan.plan import ResolvedPlan
 from ...plan.releases import masked_kernel
 from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
-from ...values import replace
+from ...values import NamedTuple, replace
 from .recipes import EMBEDDED, seen_by_all, unseen
 from .tuned import frozen_layer, trains_layers
 

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from math import prod
-from typing import NamedTuple
 
 from ...tape.events import INPUT, Category, Hold
-from ...values import replace
+from ...values import NamedTuple, replace
 from ..autograd import Node, Recorder, Shape, Storage, Tensor, size_of
 from ..gradients import watched
 from ..recompute import Frame

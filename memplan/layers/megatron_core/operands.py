@@ -7,9 +7,8 @@ tensors that others have, or gathered ones; in fewer they are copies (``precisio
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ...tape.events import Category
+from ...values import NamedTuple
 from ..autograd import Recorder, Shape, Tensor, Unsummed, size_of
 from ..work import Operator
 from .precision import BYTE, COMMUNICATION, Copy, Low, up

@@ -12,10 +12,10 @@ Shapes: m rows (tokens, or a weight's outputs), k features.
 from __future__ import annotations
 
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ...tape.events import Category
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 from ..autograd import Recorder, Shape, Tensor
 from ..work import Stream
 

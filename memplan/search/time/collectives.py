@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import ceil, comb, log2
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ...plan.errors import PlanError
+from ...values import NamedTuple
 from .rates import Rates
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 from .attention import Fused, kernels_of
 from .hardware import FOUR
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
 
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 
 TERA, GIGA = 1e12, 1e9
 

@@ -8,9 +8,9 @@ HybridEP's dispatch), so that what comes behind in a forward pass waits for both
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ...layers.work import Calls, Exchange, Kernel, Product
+from ...values import NamedTuple
 
 HOST_OPERATOR = 7e-6
 """Seconds that PyTorch needs on the host for the simplest operator that autograd follows

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
-from typing import NamedTuple
 
 from ...layers.work import Alone, Attention, Exchange, Kernel, Product, Scan, Stream, Together
+from ...values import NamedTuple
 from . import attention
 from .collectives import Group, collective, group, send
 from .power import Drawn

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import NamedTuple
 
 from ...frameworks import framework
 from ...layers.module import Counted, Passes
 from ...layers.work import NO_CALLS, Calls, Exchange, Product
 from ...plan.plan import ResolvedPlan
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 from . import kernels, power
 from .collectives import collective, group, send
 from .host import HOST_WAIT, Host, seconds

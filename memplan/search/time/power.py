@@ -8,9 +8,8 @@ operation takes less energy, too.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
-from ...values import replace
+from ...values import NamedTuple, replace
 from .attention import Fused
 from .rates import Rates
 

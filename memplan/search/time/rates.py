@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...frameworks import framework
 from ...plan.errors import ABSENT, PlanError
 from ...plan.plan import ResolvedPlan
 from ...plan.releases import CUDNN_ATTENTION, DEPRIORITIZED
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 from .attention import Fused, memory_efficient
 from .efficiency import SAME_CHIP, Efficiency, Power, default, unmeasured
 from .hardware import EIGHT, FOUR, GIGA, GRACES, LOW_PRECISION, SPEEDS, Figure

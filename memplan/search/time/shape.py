@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import product
-from typing import NamedTuple
 
 from ...frameworks import framework
 from ...layers.module import NO_PASSES, Parameter, Passes, grown
@@ -15,7 +14,7 @@ from ...plan.lora import saved
 from ...plan.plan import Recompute, ResolvedPlan
 from ...plan.spec import LINEAR, NONE, ModelSpec, block_of, of_any_depth
 from ...plan.spec import kinds_of as blocks_of
-from ...values import dataclass, replace
+from ...values import NamedTuple, dataclass, replace
 from .host import Host
 from .kernels import Ranks
 

@@ -19,11 +19,10 @@ the ends slower; where stages differ in size alone they are an upper bound, off 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from ...frameworks import framework
 from ...plan.plan import ResolvedPlan
-from ...values import dataclass, replace
+from ...values import NamedTuple, dataclass, replace
 from .efficiency import Efficiency
 from .layer import EntryTimes, entry_times
 from .rates import Rates, assumptions, rates_of

@@ -6,11 +6,11 @@ Communication that a framework runs beside backward or forward counts only as fa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ...frameworks import framework
 from ...plan.plan import ResolvedPlan
-from ...values import dataclass
+from ...values import NamedTuple, dataclass
 from .collectives import Group, collective, group
 from .kernels import overlapped, streamed
 from .layer import EntryTimes, LayerTimes
