@@ -58,6 +58,12 @@ def told(capsys: pytest.CaptureFixture[str], place: Path, text: str) -> str:
             ["--lora-targets q_proj,up_proj", "--completion-length 512", "--trainer grpo --generation-memory SIZE"],
         ),
         ("a.sh", SWIFT.format(2), ["--sequence-parallel", "--tp 2"]),
+        (
+            "a.sh",
+            "python chatlearn_entrypoint.py grpo --config-file a.yaml runtime_args.train_backend=megatron "
+            "runtime_args.train_global_batch_size=32 models.policy_trainer.pipeline_model_parallel_size=16",
+            ["starts ChatLearn", "--pp 16", "--gbs 32", "--framework megatron"],
+        ),
         ("a.sh", f"deepspeed {OWN}", ["--framework deepspeed --zero N"]),
         ("a.sh", f"torchrun {OWN} --deepspeed", ["--framework deepspeed --zero N"]),
         ("a.sh", f"torchrun {OWN} --deepspeed --zero_stage 3", ["--framework deepspeed", "--zero 3"]),
