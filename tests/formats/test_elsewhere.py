@@ -58,12 +58,6 @@ def told(capsys: pytest.CaptureFixture[str], place: Path, text: str) -> str:
             ["--lora-targets q_proj,up_proj", "--completion-length 512", "--trainer grpo --generation-memory SIZE"],
         ),
         ("a.sh", SWIFT.format(2), ["--sequence-parallel", "--tp 2"]),
-        (
-            "a.sh",
-            "python chatlearn_entrypoint.py grpo --config-file a.yaml runtime_args.train_backend=megatron "
-            "runtime_args.train_global_batch_size=32 models.policy_trainer.pipeline_model_parallel_size=16",
-            ["starts ChatLearn", "--pp 16", "--gbs 32", "--framework megatron"],
-        ),
         ("a.sh", f"deepspeed {OWN}", ["--framework deepspeed --zero N"]),
         ("a.sh", f"torchrun {OWN} --deepspeed", ["--framework deepspeed --zero N"]),
         ("a.sh", f"torchrun {OWN} --deepspeed --zero_stage 3", ["--framework deepspeed", "--zero 3"]),
@@ -96,6 +90,19 @@ def test_what_is_suggested_says_all_and_runs(
     assert answer["peak_bytes"] > 0
     by_deepspeed = "deepspeed" in text
     assert (answer["plan"]["framework"] == "deepspeed") == by_deepspeed
+
+
+def test_a_tool_whose_keys_another_has_is_called_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(
+        capsys,
+        tmp_path / "a.sh",
+        "python chatlearn_entrypoint.py grpo --config-file a.yaml runtime_args.train_backend=megatron "
+        "runtime_args.train_global_batch_size=32 models.policy_trainer.pipeline_model_parallel_size=16",
+    )
+    assert "starts ChatLearn" in said
+    assert said.endswith("--model NAME --pp 16 --gbs 32 --framework megatron")
 
 
 def test_what_deepspeed_is_not_told_to_shard_is_not_its(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
