@@ -310,6 +310,10 @@ def _flat(building: Building, settings: Keys, dtype: Node | None, version: Node)
     building.put("fsdp.version", Node("1", version.origin))
     if dtype is not None:
         building.put("precision.autocast", Node(True, dtype.origin))
+    for key, harmless, what in _NOT_COUNTED:
+        node = settings.node(key)
+        if node is not None and node.value is not harmless:
+            building.note("argument-not-modelled", f"fsdp_{key} ({node.origin}) is not modelled: {what}")
     ahead = settings.node("backward_prefetch") or Node("NO_PREFETCH", settings.origin)
     name = str(ahead.value).upper()
     if name.isdigit() and 0 < int(name) <= len(BACKWARD_PREFETCH):
@@ -319,6 +323,12 @@ def _flat(building: Building, settings: Keys, dtype: Node | None, version: Node)
     building.put("fsdp.backward_prefetch", Node(BACKWARD_PREFETCH[name], ahead.origin))
 
 
+_NOT_COUNTED = (
+    ("forward_prefetch", False, "each unit's pass begins with the next unit gathered, too, which is not counted"),
+    ("limit_all_gathers", True, "gathers that run ahead of the pass are not held back, and are not counted"),
+)
+"""Keys, what does nothing, and what another value does (``_pre_forward_unshard`` and ``_unshard`` of PyTorch's
+``distributed/fsdp/_runtime_utils.py``)."""
 BACKWARD_PREFETCH = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": "none"}
 """In Accelerate's order, by whose numbers they go too (``FSDP_BACKWARD_PREFETCH`` of ``utils/constants.py``)."""
 

@@ -201,6 +201,24 @@ ELSEWHERE = (
         unmodelled=(("teacher_model", "", "it distils from a teacher"),),
     ),
     Elsewhere(
+        "ChatLearn",
+        ("runtime_args", "policy_trainer", "sample_per_episode"),
+        (
+            ("models.policy_trainer.num_gpu", "--gpus"),
+            ("models.policy_trainer.tensor_model_parallel_size", "--tp"),
+            ("models.policy_trainer.pipeline_model_parallel_size", "--pp"),
+            ("models.policy_trainer.expert_model_parallel_size", "--ep"),
+            ("models.policy_trainer.seq_length", "--seq"),
+            ("runtime_args.train_micro_batch_size", "--mbs"),
+            ("runtime_args.train_global_batch_size", "--gbs"),
+        ),
+        before="--model NAME",
+        implied=(
+            ("runtime_args.train_backend", "megatron", "--framework megatron"),
+            ("runtime_args.train_backend", "fsdp", "--framework fsdp"),
+        ),
+    ),
+    Elsewhere(
         "NeMo-RL",
         (
             *("policy", "num_prompts_per_step", "train_global_batch_size", "train_micro_batch_size"),

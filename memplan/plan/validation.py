@@ -56,7 +56,7 @@ def _validated(model: type[Model], node: Node, prefix: str) -> Model:
     for item in found:
         wrong = _translated(item, prefix)
         if item["type"] != "missing":
-            errors.setdefault(wrong.field, wrong)
+            errors.setdefault(wrong.field, _listed_once(wrong, errors))
     missing = [_path(prefix, item["loc"]) for item in found if item["type"] == "missing"]
     if "model.name" in missing and "model.family" in missing:
         problem = (
@@ -134,9 +134,19 @@ def _unknown(path: str) -> PlanError:
     elsewhere = [other for other in plan_fields() if other.rpartition(".")[2] == name]
     if elsewhere:
         return PlanError(path, ABSENT, f"is not a field here; write {' or '.join(elsewhere)}")
-    listed = f"; the fields are {', '.join(known)}" if len(known) <= MOST_LISTED else ""
+    listed = f"{_FIELDS_ARE}{', '.join(known)}" if len(known) <= MOST_LISTED else ""
     others = "" if listed or nearest(name, known) else "; `memplan schema` has them all"
     return PlanError(path, ABSENT, f"is not a field{listed}{others}", known=known)
+
+
+_FIELDS_ARE = "; the fields are "
+
+
+def _listed_once(wrong: PlanError, before: Mapping[str, PlanError]) -> PlanError:
+    """``wrong`` without the fields that there are, where one ``before`` lists the same."""
+    problem, _, listed = wrong.problem.partition(_FIELDS_ARE)
+    again = listed and any(one.problem.endswith(listed) for one in before.values())
+    return wrong.but(problem=problem) if again else wrong
 
 
 RELEASE = r"'^\d{1,3}\.\d{1,3}(\.\d{1,3})?$'"

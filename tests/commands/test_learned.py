@@ -318,6 +318,8 @@ def test_no_longest_sequence(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     (tmp_path / "config.json").write_text('{"model_type": "t5", "num_layers": 1}', encoding="utf-8")
     line = error_of(capsys, "estimate", "--model", str(tmp_path))
     assert "batch.seq: is missing, and the model's configuration names no maximum sequence length" in line
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "num_hidden_layers": 1}', encoding="utf-8")
+    assert "there is no recipe of it: hidden_size: is missing" in error_of(capsys, "estimate", "--model", str(tmp_path))
 
 
 @pytest.mark.parametrize("command", [["estimate"], ["trace", "--learn"]])

@@ -194,6 +194,8 @@ def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None
         (QLORA + "rl: dpo\n", "sample_packing = true: must be left out with rl dpo"),
         (PAIRS + "reward_model: true\n", "reward_model = true: must be left out with rl dpo"),
         (PAIRS + "dpo_padding_free: true\n", "dpo_padding_free = true: must be left out with rl dpo"),
+        (PAIRS + "dpo_use_weighting: true\n", "dpo_use_weighting = true: must be left out with rl dpo"),
+        (PAIRS + "dpo_loss_type: [sigmoid, sft]\n", "must be without sft: a cross entropy of the chosen logits"),
         (PAIRS + "rl_adapter_ref_model: true\n", "rl_adapter_ref_model = true: must be left out with rl dpo"),
         (QLORA + "rl: kto\n", "rl = kto: must be left out: KTO's loss in the trl that it pins"),
         (REWARD.replace("num_labels: 1", "num_labels: 2"), "num_labels = 2: must be 1 with reward_model"),

@@ -92,6 +92,19 @@ def test_what_is_suggested_says_all_and_runs(
     assert (answer["plan"]["framework"] == "deepspeed") == by_deepspeed
 
 
+def test_a_tool_whose_keys_another_has_is_called_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(
+        capsys,
+        tmp_path / "a.sh",
+        "python chatlearn_entrypoint.py grpo --config-file a.yaml runtime_args.train_backend=megatron "
+        "runtime_args.train_global_batch_size=32 models.policy_trainer.pipeline_model_parallel_size=16",
+    )
+    assert "starts ChatLearn" in said
+    assert said.endswith("--model NAME --pp 16 --gbs 32 --framework megatron")
+
+
 def test_what_deepspeed_is_not_told_to_shard_is_not_its(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--framework" not in told(capsys, tmp_path / "a.sh", f"torchrun {OWN}")
 

@@ -95,6 +95,9 @@ def test_it_is_what_the_flags_say(
         (("plot_loss: true", "use_galore: true"), "use_galore: must be left out: GaLore is not modelled"),
         (("bf16: true", ""), "sft.yaml:1: bf16: must be true, or fp16 or pure_bf16: without, LLaMA-Factory loads"),
         (("bf16: true", "bf16: false\nquantization_bit: 4"), "bf16: must be true, or fp16 or pure_bf16"),
+        (("plot_loss: true", "add_tokens: <one>"), "add_tokens: must be left out: new tokens resize the embedding"),
+        (("plot_loss: true", "train_from_scratch: true"), "train_from_scratch: must be left out: a model that its"),
+        (("plot_loss: true", "neat_packing: true"), "neat_packing = true: needs flash_attn: fa2: without, a mask of"),
         (("plot_loss: true", "quantization_bit: 3"), "quantization_bit = 3: must be None or 4 or 8"),
         (("plot_loss: true", "flash_attn: fast"), "flash_attn = fast: must be disabled or fa2 or fa3 or sdpa or auto"),
         (("cutoff_len: 1024", "cutoff_len: [1]"), "batch.seq = [1]: must be a whole number"),
@@ -114,6 +117,16 @@ def test_what_is_refused(
     told = capsys.readouterr().err
     assert line in told
     assert told.count("\n") == 1
+
+
+def test_its_other_arguments_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of generation and of logs stand in files of training, too (``generating_args.py``)."""
+    monkeypatch.chdir(tmp_path)
+    Path("plain.yaml").write_text(EXAMPLE)
+    Path("more.yaml").write_text(f"{EXAMPLE}temperature: 0.9\ndo_sample: true\nswanlab_project: mine\n")
+    plain, more = (memplan.estimate(name, gpu="h100") for name in ("plain.yaml", "more.yaml"))
+    assert plain.plan == more.plan
+    assert [note.code for note in plain.warnings] == [note.code for note in more.warnings]
 
 
 def test_dpo_is_the_loop_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

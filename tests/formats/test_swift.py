@@ -69,6 +69,9 @@ def test_a_flag_names_another_optimizer_than_the_file(tmp_path: Path) -> None:
         ("--quant_method fp8", "must be bnb, or left out"),
         ("--quant_bits 4", "needs quant_method: bnb, without which ms-swift quantises nothing"),
         ("--quantization_bit 3", "must be 4 or 8"),
+        ("--adapters output/checkpoint-100", "as large as their adapter_config.json says"),
+        ("--trainable_parameters lm_head", "parameters chosen by name"),
+        ("--experts_impl eager", "must be grouped_mm"),
         ("--rlhf_type dpo", "--trainer dpo"),
     ],
 )

@@ -119,6 +119,17 @@ def test_defaults_of_a_release(trl: str, says: str, tmp_path: Path, capsys: pyte
     assert ("· full" in printed) == (trl == "0.24.0")
 
 
+@pytest.mark.parametrize("said", ['loss_type=["sigmoid", "bco_pair", "sft"]', "use_weighting=True"])
+def test_losses_that_take_logits_once_more(said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``_compute_loss`` up to 1.14: a cross entropy of the chosen logits, two sums over exponentials of all; since 1.15
+    both are of log-probabilities that tiles make."""
+    (tmp_path / "dpo.py").write_text(SCRIPT.replace('output_dir="o"', f'output_dir="o", {said}'))
+    words = ["estimate", str(tmp_path / "dpo.py"), "--gpu", "h200", "--layers", "2", "--quiet"]
+    assert cli.main([*words, "--versions", "trl=1.9.0,transformers=5.16.1"]) == 2
+    assert "must be left out before trl 1.15, where it" in capsys.readouterr().err
+    assert cli.main(words) == 0
+
+
 GROUPED_8B = {**GROUPED, "seq": 512, "mbs": 8, "keeps_reference": "true", "recompute": "full", "use_reentrant": "false"}
 
 

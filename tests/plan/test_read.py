@@ -218,6 +218,12 @@ def test_a_wrong_plan_gets_one_line(text: str, line: str) -> None:
     assert len(found.splitlines()) == 1
 
 
+def test_the_fields_that_there_are_stand_once() -> None:
+    found = refusal("model: gpt2\nzzz: 1\nqqq: 2\n")
+    assert found.count("the fields are") == 1
+    assert found.endswith("plan.yaml:3: qqq: is not a field")
+
+
 @pytest.mark.parametrize(
     ("flags", "line"),
     [

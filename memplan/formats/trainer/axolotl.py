@@ -75,6 +75,7 @@ _NOT_OF_PAIRS = MappingProxyType(
     {
         "sample_packing": "its collator pads both of a pair, and Axolotl refuses packing there",
         "dpo_padding_free": "batches without padding are not modelled in DPO",
+        "dpo_use_weighting": "the trl that it pins, 1.9, takes sums over all logits once more then",
         "dpo_use_liger_kernel": "Liger's loss of pairs is not modelled",
         "reward_model": "a model of scores has no log-probabilities of labels",
         "rl_adapter_ref_model": "a reference that is a second model beside adapters is not modelled",
@@ -226,6 +227,9 @@ def _refused_heads(own: Mapping[str, Node]) -> Iterator[PlanError]:
     for key, why in _NOT_OF_PAIRS.items() if _prefers(own) else ():
         if key in own and own[key].value not in (None, False):
             yield own[key].wrong(key, f"must be left out with rl {own['rl'].value}: {why}")
+    kinds = own.get("dpo_loss_type")
+    if _prefers(own) and kinds is not None and "sft" in str(kinds.plain()):
+        yield kinds.wrong("dpo_loss_type", "must be without sft: a cross entropy of the chosen logits is not modelled")
     kernel = _attention(own)
     if kernel is not None and kernel.value in _MASKING and packs is not None and packs.value:
         problem = "must be flash_attention_2, flash_attention_3 or flex_attention with sample_packing: "

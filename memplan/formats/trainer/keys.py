@@ -39,6 +39,7 @@ READ = frozenset(
         "use_vllm",
         "vllm_mode",
         "vllm_enable_sleep_mode",
+        "cast_lm_head_to_fp32",
         "optim",
         "bf16",
         "fp16",

@@ -45,6 +45,13 @@ _WITHOUT_EFFECT = frozenset(
     predict_with_generate ray_run_name ray_storage_path ray_num_workers placement_strategy resources_per_worker
     image_max_pixels image_min_pixels video_max_pixels video_min_pixels video_fps video_maxlen freeze_vision_tower
     freeze_multi_modal_projector freeze_language_model pissa_init pissa_iter asft_alpha
+    do_sample temperature top_p top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens
+    early_stopping_steps include_effective_tokens_per_second eval_on_each_dataset compute_accuracy disable_shuffling
+    rope_scaling preserve_thinking init_special_tokens use_audio_in_video crop_to_patches image_do_pan_and_scan
+    audio_sampling_rate enable_torch_profiler ray_init_kwargs om_hub_token export_size vllm_maxlen vllm_gpu_util
+    vllm_enforce_eager vllm_max_lora_rank vllm_config module_dropout hyper_parallel_args hyper_parallel_cp_size
+    swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir
+    swanlab_lark_webhook_url swanlab_lark_secret
     pref_beta pref_ftx pref_bco_weight dpo_label_smoothing ld_alpha simpo_gamma kto_chosen_weight kto_rejected_weight
     """.split()  # noqa: SIM905
 )
@@ -68,6 +75,13 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "ref_model_quantization_bit": "a reference that is another model is not modelled",
         "upcast_layernorm": "norms in fp32 are not modelled; without it they stay as they were loaded",
         "upcast_lmhead_output": "logits that a hook casts to fp32 are not modelled",
+        **dict.fromkeys(
+            ("add_tokens", "add_special_tokens", "new_special_tokens_config"),
+            "new tokens resize the embedding: say the resized vocabulary as --vocab, and leave this out",
+        ),
+        "train_from_scratch": "a model that its configuration makes is in fp32, which is not modelled here",
+        "use_hyper_parallel": "its engine is not modelled",
+        "quantization_device_map": "layers on several GPUs are --framework device-map",
         "resize_vocab": "say the resized vocabulary as --vocab, and leave this out",
         "moe_aux_loss_coef": "the routers' loss is the model's own",
         "fp8": "torchao's float8 is not modelled here",
@@ -97,6 +111,8 @@ _UNSAID = (
     "without autocast, which is modelled of whole models alone, whose parameters it casts to fp32"
 )
 """``infer_optim_dtype`` of ``extras/misc.py``, ``init_adapter`` of ``model/adapter.py``."""
+_MASKS = "needs flash_attn: fa2: without, a mask of each row's tokens by its tokens is made, which is not modelled"
+"""``SFTDataCollatorWith4DAttentionMask`` of ``data/collator.py``."""
 _KERNELS = MappingProxyType(
     {"disabled": "eager", "fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "auto": None}
 )
@@ -176,7 +192,9 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         yield "load_in_4bit", True, bits
         yield "bnb_4bit_quant_type", of("quantization_type", "nf4").value, bits
         yield "use_bnb_nested_quant", of("double_quantization", True).value, bits
-    kernel = of("flash_attn", "auto", *_KERNELS)
+    kernel, packs = of("flash_attn", "auto", *_KERNELS), of("neat_packing", False)
+    if packs.value and kernel.value != "fa2":
+        raise packs.wrong("neat_packing", _MASKS)
     if kernel.value != "auto":
         yield "attn_implementation", _KERNELS[str(kernel.value)], kernel
     if half:

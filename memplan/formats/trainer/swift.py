@@ -24,6 +24,8 @@ _RENAMED = MappingProxyType(
         "batch_size": "per_device_train_batch_size",
         "lora_rank": "lora_r",
         "modules_to_save": "lora_modules_to_save",
+        "experts_impl": "experts_implementation",
+        "target_parameters": "lora_target_parameters",
     }
 )
 _WITHOUT_EFFECT = frozenset(
@@ -40,6 +42,8 @@ _WITHOUT_EFFECT = frozenset(
     resume_only_model router_aux_loss_coef use_logits_to_keep freeze_vit freeze_aligner freeze_llm vit_lr aligner_lr
     vit_gradient_checkpointing attn_impl init_weights lorap_lr_ratio local_repo_path rope_scaling max_model_len
     safe_serialization max_shard_size use_flash_ckpt dataset_num_proc swanlab_project swanlab_exp_name swanlab_token
+    swanlab_workspace swanlab_mode swanlab_notification_method swanlab_webhook_url swanlab_secret enable_channel_loss
+    verbose merge_lora log_interval cache_files max_memory
     """.split()  # noqa: SIM905 - as a list it would be a line a word
 )
 _OWN = frozenset(
@@ -66,6 +70,15 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "enable_dft_loss": ((None, False), "its loss by token is not modelled"),
         "target_regex": ((None,), "targets by pattern are not modelled; target_modules are"),
         "freeze_parameters": ((None, [], ""), "parameters chosen by name are not modelled; --freeze-layers N is"),
+        **dict.fromkeys(
+            ("freeze_parameters_regex", "trainable_parameters", "trainable_parameters_regex"),
+            ((None, [], ""), "parameters chosen by name are not modelled; --freeze-layers N is"),
+        ),
+        "adapters": (
+            (None, []),
+            "adapters that are loaded are as large as their adapter_config.json says: give its rank",
+        ),
+        "new_special_tokens": ((None, []), "new tokens resize the embedding: say the resized vocabulary as --vocab"),
         "freeze_parameters_ratio": ((None, 0, 0.0), "parameters chosen by a ratio are not modelled"),
         "deepspeed_autotp_size": ((None, 1), "AutoTP is not modelled"),
         "zero_hpz_partition_size": ((None, 1), "ZeRO++ is not modelled"),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
+from typing import NamedTuple
 
 from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
@@ -24,6 +25,19 @@ from ..settings import Reader, Row
 from .arguments import EVALUATION, EVALUATION_OF_LOSS, Arguments, no_evaluation
 from .keys import FROM_SCRATCH, LOADED_BY
 from .table import of_model
+
+
+class Before(NamedTuple):
+    """What a key does before the release ``first``, which is not modelled."""
+
+    first: Version
+    does: str
+    value: str = ""
+    """With this value, alone or among others; empty where any does it."""
+
+    def counts(self, node: Node) -> bool:
+        said = [one.value for one in node.value] if isinstance(node.value, list) else [node.value]
+        return self.value in said if self.value else node.value not in (None, False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +56,8 @@ class Loop:
     """Where they are others than those of ``TrainingArguments``,"""
     earlier: Mapping[str, tuple[Version, bool | float | None]] = field(default_factory=dict)
     """and before which release of trl they are others than these, or none."""
-    counts_before: Mapping[str, tuple[Version, str]] = field(default_factory=dict)
-    """Keys that change memory before a release, which is not modelled, and what they do there."""
+    counts_before: Mapping[str, Before] = field(default_factory=dict)
+    """Keys that change memory before a release."""
     rows: tuple[Row, ...] = ()
     own_loss: bool = True
     """The loss is not the model's, so that engines have to know the loop, too."""
@@ -53,10 +67,11 @@ class Loop:
 
     def with_defaults(self, written: Node, asked: Asked) -> Node:
         """The arguments ``written`` with the defaults that they do not say, and without what changes no memory."""
-        for key, (first, does) in self.counts_before.items():
+        for key, older in self.counts_before.items():
             node = written.mapping.get(key)
-            if node is not None and node.value not in (None, False) and _is_before(first, "trl", asked):
-                raise node.wrong(key, f"must be left out before trl {shown(first)}, where it {does}: not modelled")
+            if node is not None and older.counts(node) and _is_before(older.first, "trl", asked):
+                what = f"must be left out before trl {shown(older.first)}, where it {older.does}: not modelled"
+                raise node.wrong(key, what)
         given = {key: node for key, node in written.mapping.items() if key not in self.without_effect}
         known = {key for key, node in given.items() if node.value is not None}
         known |= {"gradient_checkpointing"} if "activation_checkpointing" in known else set()
@@ -109,6 +124,13 @@ def _reward_model(reader: Reader) -> None:
             "what generation keeps, as --generation-memory 16GiB"
         )
         raise PlanError("reward_model_name_or_path", node.plain(), problem, origin=node.origin)
+
+
+def _no_wide_head(reader: Reader) -> None:
+    if (node := reader.settings.on("cast_lm_head_to_fp32")) is not None:
+        raise node.wrong(
+            "cast_lm_head_to_fp32", "must be false: a head in fp32 beside a model in 16 bits is not modelled"
+        )
 
 
 def _unpaired(reader: Reader) -> None:
@@ -263,8 +285,9 @@ _DPO = Loop(
     defaults={**_OF_ALL, "max_length": 1024},
     earlier={**_EARLIER, "max_length": ((0, 14), 512)},
     counts_before={
-        "rpo_alpha": ((0, 29), "adds a cross entropy of the chosen sequences"),
-        "use_weighting": ((0, 29), "takes all log-probabilities once more"),
+        "rpo_alpha": Before((0, 29), "adds a cross entropy of the chosen sequences"),
+        "use_weighting": Before(TRL_TILES, "takes all log-probabilities once more"),
+        "loss_type": Before(TRL_TILES, "adds a cross entropy of the chosen sequences", "sft"),
     },
     rows=(
         _NO_LIGER,
@@ -307,6 +330,7 @@ _GRPO = Loop(
         Row("beta", "trainer.keeps_reference", read=_reference),
         Row("use_vllm", "trainer.generation_memory", read=_engine_beside),
         Row("reward_model_name_or_path", "trainer.generation_memory", read=_reward_model),
+        Row("cast_lm_head_to_fp32", "", read=_no_wide_head),
         *EVALUATION_OF_LOSS,
     ),
 )

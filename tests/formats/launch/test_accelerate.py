@@ -84,6 +84,20 @@ def test_no_other_word_for_it(tmp_path: Path) -> None:
         read(tmp_path, {**FSDP, "fsdp_config": section}, model="gpt2")
 
 
+def test_gathers_of_fsdp_1_that_are_not_counted_are_told(tmp_path: Path) -> None:
+    """And a flag's version stands over the file's."""
+    section = {"fsdp_version": 1, "fsdp_forward_prefetch": True, "fsdp_limit_all_gathers": False}
+    place = tmp_path / "it.yaml"
+    place.write_text(yaml.safe_dump({**FSDP, "fsdp_config": section}))
+
+    def told(**flags: str) -> list[str]:
+        found = read_given(str(place), flags_of_launch(str(place), None), {"model": "gpt2", **flags})
+        return [note.message.partition(" (")[0] for note in found.warnings if note.code == "argument-not-modelled"]
+
+    assert told() == ["fsdp_forward_prefetch", "fsdp_limit_all_gathers"]
+    assert told(**{"fsdp-version": "2"}) == []
+
+
 def test_deepspeed_of_accelerate(tmp_path: Path) -> None:
     """8 ranks x 2 sequences x 4 micro-batches."""
     found = read(tmp_path, ZERO, model="gpt2", mbs="2")

@@ -335,6 +335,8 @@ def test_groups_of_trls_grpo(tmp_path: Path) -> None:
     for key in ("num_generations", "max_completion_length", "use_vllm"):
         with pytest.raises(PlanError, match=f"{key} = .* several of trl's trainers"):
             plan(tmp_path, {"model_name_or_path": "gpt2", key: 4})
+    with pytest.raises(PlanError, match="cast_lm_head_to_fp32 = true: must be false"):
+        plan(tmp_path, {**GRPO, "cast_lm_head_to_fp32": True}, trainer="grpo")
     with pytest.raises(PlanError, match="needs --generation-memory"):
         plan(tmp_path, {**GRPO, "use_vllm": True, "vllm_mode": "colocate"}, trainer="grpo")
 
