@@ -129,11 +129,14 @@ def _untimed(stated: Suggestion) -> Iterator[Notice]:
 
 
 def print_suggestion(answer: Answer, console: Console, *, verbose: bool = False, quiet: bool = False) -> None:
-    """Prints the answer; ``quiet`` only its first line, ``verbose`` every stage, rule and assumption."""
+    """Prints the answer; ``quiet`` only its first line, with the framework that nobody named, ``verbose`` every stage,
+    rule and assumption."""
     if quiet:
         found = answer.found
         stated = _stated(found)
-        put_line(console, Text.assemble(*_headline(found), DOT.join(_pieces(found, stated)) if stated else ""))
+        chosen = [found.base.framework] if answer.offers else []
+        pieces = [*chosen, *_pieces(found, stated)] if stated else []
+        put_line(console, Text.assemble(*_headline(found), DOT.join(pieces)))
     else:
         put(console, *suggestion_report(answer, console, verbose))
 

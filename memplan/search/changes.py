@@ -144,6 +144,9 @@ def _more_sharding(plan: ResolvedPlan) -> Iterator[Proposal]:
             fields = {f"layout.{name}": size, "layout.dp": None, **UNCUT_FIELDS, **batch, "hardware.gpus": gpus}
             if name == "tp" and shards_sequence:
                 fields["layout.sequence_parallel"] = True
+            ranks = layout.tp * layout.cp * (dp + dp % 2 * dp)
+            if name == "tp" and plan.model.experts and ranks % (layout.ep * size):
+                fields["layout.etp"] = layout.etp  # experts fill the ranks, and are not divided like the layers around
             more, costs = (f" on {gpus:,} GPUs", "twice the GPUs") if dp % 2 else ("", "")
             yield Proposal(f"{name} {size // 2} → {size}{more}", fields, costs)
     yield from _experts(plan)

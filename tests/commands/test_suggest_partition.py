@@ -68,6 +68,13 @@ def test_top_and_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.count("\n") == 1
 
 
+def test_quiet_says_the_framework_that_nobody_named(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model=bert-base", "--layers=2", "--seq=128", "--gpu=h100", "--gpus=2", "--gbs=4"]
+    found = answer(capsys, *words)
+    assert main(suggest(*words, "-q")) == 0
+    assert capsys.readouterr().out.startswith(f"Recommended: {found['recommended']['plan']['framework']} · ")
+
+
 PLAN = (
     "{model: {base: llama-3-8b, layers: 2}, framework: megatron, layout: {pp: 2}, batch: {mbs: 1, gbs: 4, seq: 512}"
     ", hardware: {gpus: 2, gpu: h100-80gb}}"

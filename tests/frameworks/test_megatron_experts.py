@@ -302,6 +302,7 @@ def test_recomputed_modules_keep_less(modules: str) -> None:
     [
         ({"ep": 3}, "layout.ep = 3: must divide the 8 experts of mixtral-8x7b"),
         ({"dp": 2, "ep": 4}, "layout.ep = 4: times etp 1 must divide tp x cp x dp = 2"),
+        ({"dp": 8, "etp": 3}, "layout.etp = 3: must divide tp x cp x dp = 8, the ranks of a pipeline stage"),
         ({"router_groups": 3}, "model.router_groups = 3: must divide the 8 experts"),
         ({"router_groups": 4}, "model.router_groups = 4: needs model.router_group_top_k, the groups that a token's"),
         ({"expert_top_k": 9}, "model.expert_top_k = 9: must be at most the 8 experts"),

@@ -189,6 +189,17 @@ def test_a_way_keeps_a_framework_that_nobody_named(capsys: pytest.CaptureFixture
         assert (after["plan"]["framework"], after["verdict"]) == ("megatron", way["verdict"])
 
 
+def test_layers_around_experts_are_divided_where_those_fill_the_ranks() -> None:
+    """Megatron-Core takes EP x ETP that divides TP x CP x DP (``parallel_state.py``): with EP 8 on 8 GPUs an expert
+    stays whole, which it does not by default beside TP 2."""
+    flags = {"model": "qwen3-30b-a3b", "framework": "megatron", "gpu": "h100-80gb", "gpus": "8", "ep": "8"}
+    plan = read_plan(None, {**flags, "seq": "4096"}).plan
+    (way,) = ways_out(plan, estimate(plan), NOTHING)
+    fields = dict(way.fields)
+    assert (way.fits, fields["layout.tp"], fields["layout.etp"]) == (True, 2, 1)
+    assert estimate(changed(plan, fields)).judged == way.judged
+
+
 def test_what_ends_no_retry_is_not_added_to_what_runs() -> None:
     """DeepSeek V3 on 512 H100 runs with full recompute and twice the expert ranks, two retries an iteration; a loss in
     chunks beside that leaves two, and expandable segments one, which is cheaper."""

@@ -334,8 +334,10 @@ def check_experts(plan: ResolvedPlan) -> None:
     if model.experts % layout.ep:
         raise plan.wrong("layout.ep", f"must divide the {model.experts} experts of {model.name}")
     if ranks % (layout.ep * etp):  # no rule of a table: what is possible takes long to find where ranks are many
-        problem = f"times etp {etp} must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
-        raise plan.wrong("layout.ep", f"{problem}{_possible(plan, ranks, etp)}")
+        problem = f"must divide tp x cp x dp = {ranks}, the ranks of a pipeline stage"
+        if layout.ep == 1:
+            raise plan.wrong("layout.etp", problem)
+        raise plan.wrong("layout.ep", f"times etp {etp} {problem}{_possible(plan, ranks, etp)}")
     if model.expert_ffn % etp:
         raise PlanError("layout.etp", etp, f"must divide the {model.expert_ffn} features of an expert (expert_ffn)")
     plan.refuse(
