@@ -16,6 +16,7 @@ from memplan.frameworks.deepspeed.learned import learnt_model
 from memplan.frameworks.fsdp.learned import told_apart
 from memplan.frameworks.plain.learned import ready_at
 from memplan.layers.module import Options
+from memplan.notices import warnings
 from memplan.plan.errors import PlanError
 from memplan.plan.library import LEARNED, learned_models
 from memplan.plan.models import load_spec
@@ -435,3 +436,13 @@ def test_listed(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("layers", "hidden", "heads", "kv_heads", "vocab", "positions_max", "published_parameters", "source")
     assert [one[name] for name in sizes[:6]] == [32, 4096, 32, 32, 100352, 4096]
     assert {*sizes} <= {*other}
+
+
+@pytest.mark.parametrize(
+    ("name", "seq", "told"),
+    [("starcoder2-3b", "4096", True), ("starcoder2-3b", "2048", False), ("olmo-3-7b", "4096", False)],
+)
+def test_scores_that_only_a_trace_keeps_are_told(name: str, seq: str, told: bool) -> None:
+    """From the window of 4,096 on, of two heads of keys for 24 of queries; OLMo 3 has as many."""
+    codes = [one.code for one in warnings(plan_of(name, seq=seq), ())]
+    assert ("masks-traced" in codes) == told
