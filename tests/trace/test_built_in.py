@@ -16,7 +16,6 @@ from memplan.frameworks.deepspeed.learned import learnt_model
 from memplan.frameworks.fsdp.learned import told_apart
 from memplan.frameworks.plain.learned import ready_at
 from memplan.layers.module import Options
-from memplan.notices import warnings
 from memplan.plan.errors import PlanError
 from memplan.plan.library import LEARNED, learned_models
 from memplan.plan.models import load_spec
@@ -444,5 +443,5 @@ def test_listed(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_scores_that_only_a_trace_keeps_are_told(name: str, seq: str, told: bool) -> None:
     """From the window of 4,096 on, of two heads of keys for 24 of queries; OLMo 3 has as many."""
-    codes = [one.code for one in warnings(plan_of(name, seq=seq), ())]
+    codes = [one.code for one in estimate(plan_of(name, seq=seq)).warnings]
     assert ("masks-traced" in codes) == told
