@@ -89,8 +89,8 @@ def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
 
 def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     """Masks of sliding windows that sdpa makes scores of, where those of all layers take half a gibibyte or more."""
-    own, spec = framework(plan.framework), plan.model
-    if isinstance(spec, TracedSpec) or own.own_layers or not plan.masked_kernel or plan.recompute.mode == "full":
+    spec = plan.model
+    if isinstance(spec, TracedSpec) or not plan.masked_kernel or plan.recompute.mode == "full":
         return
     layers = sum(not spec.sees_all(layer) for layer in range(spec.layers))
     size = hold_bytes((plan.batch.mbs, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)

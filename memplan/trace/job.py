@@ -401,21 +401,6 @@ def transformers_job(
     )
 
 
-WHOLE_ROWS = 16
-"""Tokens to a multiple of which a trace pads a mask (``substitutions``)."""
-
-
-def _check_mask(plan: ResolvedPlan) -> None:
-    """Masks that a trace hands to attention otherwise than transformers and PyTorch do on a GPU."""
-    spec, seq = plan.model, plan.batch.seq
-    must = f"must be below the sliding window of {spec.sliding_window} in a trace"
-    if spec.kv_heads < spec.heads:
-        raise plan.wrong("batch.seq", f"{must}: it repeats no heads of keys beside a mask, as a GPU does")
-    if seq % WHOLE_ROWS:
-        problem = f"{must}, or a multiple of {WHOLE_ROWS}: it pads the mask of every head, where a GPU's code pads one"
-        raise plan.wrong("batch.seq", problem)
-
-
 def _check_code(plan: ResolvedPlan) -> None:
     """A trace runs what is installed, without the packages of kernels, and recomputes as today's transformers does."""
     if plan.compile:
@@ -430,8 +415,6 @@ def _check_code(plan: ResolvedPlan) -> None:
         if plan.model.sliding_window is not None:
             problem += f"; --seq {plan.model.sliding_window - 1} is below the sliding window"
         raise plan.wrong("attention", problem)
-    if plan.masked_kernel and plan.model.has_sizes:
-        _check_mask(plan)
     for name, value in plan.kernels.changed():
         raise PlanError(f"kernels.{name}", value, "must be left out: Triton's kernels need a GPU")
     plan.refuse(

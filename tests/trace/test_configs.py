@@ -12,10 +12,8 @@ from memplan.families import family
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.models import load_spec
-from memplan.plan.read import read_plan
-from memplan.plan.resolve import resolve
-from memplan.trace.framework import job_of_plan
 from memplan.trace.job import config_of_spec
+from memplan.trace.run import planned
 
 SPECS = [name for name in model_specs() if family(load_spec(name).family).config]
 OURS = {"name", "source", "published_parameters"}
@@ -62,9 +60,9 @@ def test_what_a_configuration_cannot_say() -> None:
     ],
 )
 def test_masks_that_a_trace_has_otherwise_than_a_gpu(model: str, seq: int, says: str) -> None:
-    plan = resolve(read_plan(None, {"model": model, "seq": str(seq), "layers": "2"}).plan)
+    flags = {"model": model, "seq": str(seq), "layers": "2"}
     if not says:
-        assert job_of_plan(plan).attention == "flash"
+        assert planned(None, flags).job.attention == "flash"
         return
     with pytest.raises(PlanError, match=says):
-        job_of_plan(plan)
+        planned(None, flags)

@@ -31,7 +31,6 @@ from ...plan.releases import (
     PACKAGES,
     SUMMED_POSITIONS,
     casts_back,
-    masked_kernel,
     parsed,
     release,
     sdpa_kernel,
@@ -143,7 +142,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         _package(plan),
         torch=parsed(plan.torch) if plan.torch is not None and plan.code != "2020" else CLAMPED_SLICES,
         kernel=sdpa_kernel(plan),
-        masked_kernel=masked_kernel(plan) if framework(plan.framework).runs_transformers(plan) else "",
+        masked_kernel=plan.masked_kernel,
     )
 
 
@@ -304,7 +303,7 @@ def check_flash(plan: ResolvedPlan) -> None:
             "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
             "are fp32, and what sdpa runs of them is not modelled",
         )
-    if kernel := masked_kernel(plan):
+    if kernel := plan.masked_kernel:
         window, older = spec.sliding_window or 0, release(plan, "transformers")
         where = f"must be flash_attention_2 or eager for sequences of {seq}: from the sliding window of {window} on"
         plan.refuse(
