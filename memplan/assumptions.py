@@ -106,7 +106,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 def _fused(plan: ResolvedPlan) -> str:
     words = framework(plan.framework).attention_words(plan)
-    if not plan.compile and plan.masked_kernel and framework(plan.framework).runs_transformers(plan):
+    if plan.masked_kernel and not plan.compile:
         kernel = "cuDNN's kernel" if plan.masked_kernel == "cudnn" else "the memory-efficient kernel"
         return MASKED_ATTENTION.format(window=plan.model.sliding_window, kernel=kernel)
     if words == "math":

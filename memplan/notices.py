@@ -32,6 +32,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
             _whole_experts,
             _scores,
             _masks,
+            _traced_masks,
             framework(plan.framework).notices,
             _padded_vocab,
             _batch,
@@ -88,8 +89,8 @@ def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
 
 def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     """Masks of sliding windows that sdpa makes scores of, where those of all layers take half a gibibyte or more."""
-    own, spec = framework(plan.framework), plan.model
-    if isinstance(spec, TracedSpec) or own.own_layers or not plan.masked_kernel or plan.recompute.mode == "full":
+    spec = plan.model
+    if isinstance(spec, TracedSpec) or not plan.masked_kernel or plan.recompute.mode == "full":
         return
     layers = sum(not spec.sees_all(layer) for layer in range(spec.layers))
     size = hold_bytes((plan.batch.mbs, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
@@ -101,6 +102,22 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         f"{layers} layers keeps it as scores of {size:,} bytes ({layers * size / GIB:.2f} GiB together), with keys and "
         "values of every query head; --attention flash_attention_2 (needs flash-attn) keeps none and is faster",
     )
+
+
+def _traced_masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Models that are known from traces, which hand sdpa fewer heads of keys beside a mask, too (``trace/step.py``)."""
+    spec = plan.model
+    if not isinstance(spec, TracedSpec) or plan.attention != "flash":
+        return
+    heads, keys = (spec.config.get(f"num_{name}_heads") for name in ("attention", "key_value"))
+    window = spec.config.get("sliding_window") if spec.config.get("use_sliding_window") is not False else None
+    if type(window) is int and plan.batch.seq >= window and keys not in (None, heads):
+        yield Notice(
+            "masks-traced",
+            f"far too high: from its sliding window of {window} on, what was traced of {spec.name} keeps attention's "
+            f"scores, for {keys} heads of keys come with a mask, which no fused kernel of PyTorch takes; transformers "
+            f"repeats them to {heads}, and a fused kernel runs. Sequences below the window are not affected",
+        )
 
 
 def _logits(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

@@ -455,8 +455,10 @@ class Plan(Section):
 
     @property
     def masked_kernel(self) -> str:
-        """As ``releases.masked_kernel``."""
-        return masked_kernel(self)
+        """As ``releases.masked_kernel``, of transformers' layers."""
+        from ..frameworks import framework
+
+        return masked_kernel(self) if framework(self.framework).runs_transformers(self) else ""
 
 
 # -- resolved ------------------------------------------------------------------------------------------

@@ -217,11 +217,28 @@ def planned(source: str | None, flags: Flags, stage: int = 0, reads: ReadsPlan =
 ONE_DEVICE = "must be false: a trace's tensors are on one device, so nothing is offloaded"
 
 
+WHOLE_ROWS = 16
+"""Tokens to a multiple of which a trace pads a mask (``substitutions``)."""
+
+
+def _check_mask(plan: ResolvedPlan) -> None:
+    """Masks that a trace hands to attention otherwise than transformers and PyTorch do on a GPU."""
+    spec, seq = plan.model, plan.batch.seq
+    must = f"must be below the sliding window of {spec.sliding_window} in a trace"
+    if spec.kv_heads < spec.heads:
+        raise plan.wrong("batch.seq", f"{must}: it repeats no heads of keys beside a mask, as a GPU does")
+    if seq % WHOLE_ROWS:
+        problem = f"{must}, or a multiple of {WHOLE_ROWS}: it pads the mask of every head, where a GPU's code pads one"
+        raise plan.wrong("batch.seq", problem)
+
+
 def _with_recipe(read: ReadPlan, stage: int) -> Planned:
     from ..estimate import programs_of
 
     plan = resolve(read.plan)
     job = job_of_plan(plan, stage=stage)
+    if plan.masked_kernel:
+        _check_mask(plan)
     if job.fsdp is not None and job.fsdp.offload:
         raise PlanError("fsdp.offload", True, ONE_DEVICE)
     return Planned(job, plan.model.name, plan, programs_of(plan, Options())[stage])

@@ -36,7 +36,10 @@ def plan(**flags: object) -> Plan:
         ({"recompute": "full", "recompute_layers": 2}, "uniform with layers 1"),
         ({"dtype": "fp32", "attention": "flash_attention_2"}, "fp16 and bf16 only"),
         ({"model": "mistral-7b", "attention": "flash", "seq": 4096, "versions": "transformers=4.52"}, "of before 4.53"),
-        ({"model": "mistral-7b", "attention": "flash", "seq": 4096, "head_dim": 100}, "takes heads of 100 features"),
+        (
+            {"model": "mistral-7b", "attention": "flash", "seq": 4096, "head_dim": 100},
+            "for heads of 100 features",
+        ),
         ({"dtype": "bf16", "gradients": "fp32"}, "precision.gradients"),
         ({"loss": "adaptive-softmax"}, "loss.kind"),
     ],

@@ -435,3 +435,13 @@ def test_listed(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("layers", "hidden", "heads", "kv_heads", "vocab", "positions_max", "published_parameters", "source")
     assert [one[name] for name in sizes[:6]] == [32, 4096, 32, 32, 100352, 4096]
     assert {*sizes} <= {*other}
+
+
+@pytest.mark.parametrize(
+    ("name", "seq", "told"),
+    [("starcoder2-3b", "4096", True), ("starcoder2-3b", "2048", False), ("olmo-3-7b", "4096", False)],
+)
+def test_scores_that_only_a_trace_keeps_are_told(name: str, seq: str, told: bool) -> None:
+    """From the window of 4,096 on, of two heads of keys for 24 of queries; OLMo 3 has as many."""
+    codes = [one.code for one in estimate(plan_of(name, seq=seq)).warnings]
+    assert ("masks-traced" in codes) == told

@@ -13,6 +13,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.models import load_spec
 from memplan.trace.job import config_of_spec
+from memplan.trace.run import planned
 
 SPECS = [name for name in model_specs() if family(load_spec(name).family).config]
 OURS = {"name", "source", "published_parameters"}
@@ -48,3 +49,20 @@ def test_what_a_configuration_cannot_say() -> None:
     biased = load_spec("mistral-7b").model_copy(update={"attention_bias": True})
     with pytest.raises(PlanError, match=r"^model\.attention_bias = true: must be false"):
         config_of_spec(biased)
+
+
+@pytest.mark.parametrize(
+    ("model", "seq", "says"),
+    [
+        ("mistral-7b", 4096, "must be below the sliding window of 4096 in a trace: it repeats no heads of keys"),
+        ("phi-3-mini", 2050, "must be below the sliding window of 2047 in a trace, or a multiple of 16"),
+        ("phi-3-mini", 2048, ""),
+    ],
+)
+def test_masks_that_a_trace_has_otherwise_than_a_gpu(model: str, seq: int, says: str) -> None:
+    flags = {"model": model, "seq": str(seq), "layers": "2"}
+    if not says:
+        assert planned(None, flags).job.attention == "flash"
+        return
+    with pytest.raises(PlanError, match=says):
+        planned(None, flags)

@@ -31,7 +31,6 @@ from ...plan.releases import (
     PACKAGES,
     SUMMED_POSITIONS,
     casts_back,
-    masked_kernel,
     parsed,
     release,
     sdpa_kernel,
@@ -145,7 +144,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         _package(plan),
         torch=parsed(plan.torch) if plan.torch is not None and plan.code != "2020" else CLAMPED_SLICES,
         kernel=sdpa_kernel(plan),
-        masked_kernel=masked_kernel(plan) if framework(plan.framework).runs_transformers(plan) else "",
+        masked_kernel=plan.masked_kernel,
     )
 
 
@@ -307,21 +306,22 @@ def check_flash(plan: ResolvedPlan) -> None:
             "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
             "are fp32, and what sdpa runs of them is not modelled",
         )
-    if kernel := masked_kernel(plan):
+    if kernel := plan.masked_kernel:
         window, older = spec.sliding_window or 0, release(plan, "transformers")
-        where = f"must be flash_attention_2 or eager for sequences of {seq}: from the sliding window of {window} on"
+        passes = f"for sequences of {seq}: from the sliding window of {window} on transformers passes a mask, which"
+        none = f"--seq {window - 1} needs none"
         plan.refuse(
             (
                 "attention",
                 older < MASKS,
-                f"{where} transformers {shown(older)} passes a mask of before {shown(MASKS)}, which is not modelled; "
-                f"--seq {window - 1} needs none",
+                f"must be flash_attention_2 {passes} in {shown(older)} is one of before {shown(MASKS)}, not modelled; "
+                f"{none}",
             ),
             (
                 "attention",
                 kernel == "math",
-                f"{where} transformers passes a mask, and no fused kernel of PyTorch takes heads of {spec.head_dim} "
-                f"features with one; --seq {window - 1} needs none",
+                f"must be flash_attention_2 or eager {passes} no fused kernel of PyTorch takes for heads of "
+                f"{spec.head_dim} features; {none}",
             ),
         )
     if (size := spec.attention_chunk) is not None and seq >= size:

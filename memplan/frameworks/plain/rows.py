@@ -8,7 +8,6 @@ from itertools import groupby
 
 from ...layers.module import Module, Options
 from ...plan.plan import ResolvedPlan
-from ...plan.releases import masked_kernel
 from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
 from ...values import NamedTuple, replace
@@ -59,7 +58,7 @@ def kinds_of(
     numbers = tuple(numbers)
     tuning, ahead = options.tuning, plan.frozen.layers
     frozen = replace(options, tuning=frozen_layer(tuning)) if tuning is not None else options
-    masked = masked_kernel(plan) != ""
+    masked = plan.masked_kernel != ""
     first_trained = ahead if tuning is None or trains_layers(plan, tuning) else plan.model.layers
 
     def kind(i: int) -> LayerKind:
