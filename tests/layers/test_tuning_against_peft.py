@@ -113,6 +113,10 @@ ADAPTED = (
     Adapted("deepseek_v3", "bf16", "flash", "none", "q_b_proj,o_proj", 0.0, parameters=BOTH, alpha=32),
     Adapted("llama4_text", "bf16", "flash", "none", "q_proj", 0.0, parameters=BOTH),
     Adapted("llama4_text-dense-unnormed-dropout", "bf16", "eager", "full", "q_proj,o_proj", 0.1),
+    Adapted("olmo3", "bf16", "flash", "none", "all-linear"),
+    Adapted("olmo3", "bf16", "eager", "full", "q_proj,v_proj", 0.0),
+    Adapted("granitemoehybrid", "bf16", "flash", "full", "all-linear", 0.1, "bf16"),
+    Adapted("granitemoehybrid", "bf16", "eager", "none", "q_proj,output_linear", 0.0),
 )
 PARTLY = (
     Partly("llama", "bf16", "flash", "none", True, 2),

@@ -24,6 +24,7 @@ OF_FULL = {MASK: SHARED - 5, COS: SHARED - 7, SIN: SHARED - 8}
 """Ids of what layers without a sliding window read in the place of these, where others have one."""
 
 TABLES = frozenset((COS, SIN, OF_FULL[COS], OF_FULL[SIN]))
+"""Ids of rotary tables, of whichever layers."""
 
 EMBEDDED = SHARED - 4
 """Id of the first layer's input where ``model.forward`` keeps it in a variable (``inputs_embeds``)."""
