@@ -222,6 +222,7 @@ CASES: dict[str, Case] = {
     "z2-gemma2": Case(2, family="gemma2", zero=SMALL),
     "z3-exaone4": Case(3, family="exaone4", zero=SMALL_3),
     "z3-exaone4-recompute": Case(3, family="exaone4", zero=SMALL_3, recompute=True),
+    "z2-qwen3_5": Case(2, family="qwen3_5_text", zero=SMALL, microbatches=2),
     "z2-exaone4": Case(2, family="exaone4", zero=SMALL, microbatches=2),
     "z3-gemma3_text": Case(3, family="gemma3_text", zero=SMALL_3),
     "z3-gemma3_text-recompute": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True),
@@ -375,6 +376,7 @@ def run_rank(case: Case) -> dict[str, Any]:
     import torch
     import transformers
 
+    from . import delta_kernels
     from .tracer import Follow, Trace
 
     deepspeed: Any = import_module("deepspeed")
@@ -407,6 +409,8 @@ def run_rank(case: Case) -> dict[str, Any]:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
         auto: Any = transformers.AutoModelForMaskedLM if case.family == "bert" else transformers.AutoModelForCausalLM
         model = auto.from_config(config, dtype=dtype, attn_implementation="eager").train()
+        if hasattr(config, "linear_num_value_heads"):
+            delta_kernels.install(model)
         if case.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if case.lora:
