@@ -93,7 +93,14 @@ def embedding(r: Recorder, shape: LayerShape) -> Embedded:
 
 
 READ = ("linear_interval", "rotary_fraction", "attention_gate")
-OWN: Allowed = {"qk_norm": (True,), "attention_gate": (True,), "mlp_bias": (False,), "sliding_window": (None,)}
+OWN: Allowed = {
+    "qk_norm": (True,),
+    "attention_gate": (True,),
+    "mlp_bias": (False,),
+    "sliding_window": (None,),
+    "linear_conv_kernel": (2, 3, 4),
+}
+"""``csrc/causal_conv1d.cpp`` takes these widths alone."""
 COVERED: Allowed = {**reads(LLAMA, *READ), **OWN}
 COVERED_MIXTURE: Allowed = {**reads(MIXTURE, *READ, "shared_expert_ffn"), **OWN, "shared_expert_gate": (True,)}
 NET = "linear_attn"

@@ -108,7 +108,8 @@ def convolution(
 
 def channels_convolution(r: Recorder, x: Tensor, weight: Tensor, at: Sizes) -> Tensor:
     """``CausalConv1dFn`` of causal_conv1d 1.6 (``causal_conv1d_interface.py``, ``cpp_functions.py``), of channels that
-    lie one after the other: saves its input and a view of the weight; the weight's gradient is summed in fp32."""
+    lie one after the other: saves its input and a view of the weight; the weight's gradient is summed in fp32, by
+    atomic additions, unless PyTorch is told to be deterministic (``csrc/causal_conv1d.cpp``)."""
     dtype, kernel, own = x.dtype, (at.m, at.kernel), weight.dtype
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:

@@ -181,11 +181,6 @@ def test_what_is_saved_without_recompute() -> None:
         ({"ep": "2"}, "layout.ep = 2: must be 1: qwen3.5-9b has no experts"),
         ({"dtype": "fp32"}, "precision.dtype = fp32: must be bf16"),
         ({"fp8": "rowwise"}, "precision.fp8 = rowwise: "),
-        (
-            {"fsdp-code": "transformers", "loss": "plain"},
-            "model.family = qwen3_5: has no recipe in framework fsdp yet; it has one in megatron (--framework), and "
-            "with --framework fsdp --fsdp-code torchtitan",
-        ),
         ({"compile": "true"}, "fsdp.compile = true: must be false with torchtitan's qwen3_5"),
     ],
 )

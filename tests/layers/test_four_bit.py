@@ -72,6 +72,8 @@ CASES = (
     Case("gemma2", "none", "all-linear", prepared=True),
     Case("phi3", "none", "all-linear"),
     Case("qwen2-tied-dropout", "none", "all-linear", kind="fp4", double=False, dtype="fp32"),
+    Case("qwen3_5", "none", "all-linear"),
+    Case("qwen3_5", "full", "all-linear", prepared=True),
 )
 
 

@@ -54,6 +54,7 @@ CASES: dict[str, Case] = {
     "gpt2-views": Case("gpt2", {"bucket_cap_mb": 0.2, **VIEWS}),
     "gemma2-views": Case("gemma2", {"bucket_cap_mb": 0.05, **VIEWS}, 2, recompute=True),
     "opt-static-views": Case("opt", {"bucket_cap_mb": 0.1, "static_graph": True, **VIEWS}, 2),
+    "qwen3_5-views": Case("qwen3_5_text", {"bucket_cap_mb": 0.05, **VIEWS}, 2, recompute=True),
     "gpt2-views-no-sync": Case("gpt2", VIEWS, 2, no_sync=True),
     "qwen2-views-no-sync": Case("qwen2", {"bucket_cap_mb": 0.1, **VIEWS}, 3, no_sync=True),
     "zero": Case("gpt2", {"bucket_cap_mb": 0.2}, zero={}),
@@ -83,6 +84,7 @@ def run_case(case: Case) -> dict[str, Any]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
+    from . import delta_kernels
     from .tracer import Follow, Trace
 
     config = transformers.AutoConfig.for_model(case.family, vocab_size=VOCAB, **SIZES[case.family])
@@ -97,6 +99,8 @@ def run_case(case: Case) -> dict[str, Any]:
 
     with Follow(trace) as follow:
         model = auto.from_config(config, attn_implementation="eager").train()
+        if hasattr(config, "linear_num_value_heads"):
+            delta_kernels.install(model)
         if case.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for tensor in (*model.parameters(), *model.buffers()):

@@ -126,6 +126,15 @@ SIZES |= {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "olmoe": {**OF_LLAMA, "intermediate_size": 48, "num_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_text": {
+        **OF_LLAMA,
+        "head_dim": 16,
+        "full_attention_interval": 3,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 24,
+    },
     "smollm3": {**OF_LLAMA, "pad_token_id": 0, "no_rope_layer_interval": 2},
     "exaone4": {**OF_LLAMA, **TOKENS, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
     "olmo3": {
@@ -230,6 +239,7 @@ CASES: dict[str, Case] = {
     "z2-gemma2": Case(2, family="gemma2", zero=SMALL),
     "z3-exaone4": Case(3, family="exaone4", zero=SMALL_3),
     "z3-exaone4-recompute": Case(3, family="exaone4", zero=SMALL_3, recompute=True),
+    "z2-qwen3_5": Case(2, family="qwen3_5_text", zero=SMALL, microbatches=2),
     "z2-exaone4": Case(2, family="exaone4", zero=SMALL, microbatches=2),
     "z3-olmo3": Case(3, family="olmo3", zero=SMALL_3),
     "z3-olmo3-recompute": Case(3, family="olmo3", zero=SMALL_3, recompute=True),
@@ -387,6 +397,7 @@ def run_rank(case: Case) -> dict[str, Any]:
     import torch
     import transformers
 
+    from . import delta_kernels
     from .tracer import Follow, Trace
 
     deepspeed: Any = import_module("deepspeed")
@@ -419,6 +430,8 @@ def run_rank(case: Case) -> dict[str, Any]:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
         auto: Any = transformers.AutoModelForMaskedLM if case.family == "bert" else transformers.AutoModelForCausalLM
         model = auto.from_config(config, dtype=dtype, attn_implementation="eager").train()
+        if hasattr(config, "linear_num_value_heads"):
+            delta_kernels.install(model)
         if case.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if case.lora:

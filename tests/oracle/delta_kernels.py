@@ -22,7 +22,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> Any:
         assert x.stride(1) == 1
-        out = torch.empty_like(x)
+        out = torch.zeros_like(x)
         ctx.save_for_backward(x, weight)
         return out
 
@@ -30,7 +30,7 @@ class _Convolution(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         assert gradients[0].stride(1) == 1
-        dx = torch.empty_like(x)
+        dx = torch.zeros_like(x)
         dweight = torch.zeros_like(weight, dtype=torch.float32)
         dweight = dweight.type_as(weight)
         return dx, dweight
@@ -72,24 +72,24 @@ def _forward(
 
 def _normed(x: torch.Tensor, rstd: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """``l2norm_fwd``, and with ``rstd`` ``l2norm_bwd``."""
-    out = torch.empty_like(x)
-    return out, torch.empty(x.shape[:-1], dtype=torch.float32) if rstd is None else rstd
+    out = torch.zeros_like(x)
+    return out, torch.zeros(x.shape[:-1], dtype=torch.float32) if rstd is None else rstd
 
 
 def _made(k: torch.Tensor, v: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """``chunk_gated_delta_rule_fwd``."""
-    g = torch.empty_like(g)
+    g = torch.zeros_like(g)
     a = torch.zeros(*v.shape[:3], CHUNK, dtype=k.dtype)
-    _w, u = k.new_empty(*v.shape[:3], k.shape[-1]), torch.empty_like(v)
+    _w, u = k.new_zeros(*v.shape[:3], k.shape[-1]), torch.zeros_like(v)
     _h, v_new = _states(k, u)
-    o = torch.empty_like(v_new)
+    o = torch.zeros_like(v_new)
     return g, o, a
 
 
 def _states(k: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``chunk_gated_delta_rule_fwd_h``."""
     b, t, heads, e = u.shape
-    return k.new_empty(b, -(-t // CHUNK), heads, k.shape[-1], e), torch.empty_like(u)
+    return k.new_zeros(b, -(-t // CHUNK), heads, k.shape[-1], e), torch.zeros_like(u)
 
 
 def _back(
@@ -104,29 +104,29 @@ def _back(
     """``chunk_gated_delta_rule_bwd``."""
     b, t, heads, _ = v.shape
     group, d = k.shape[2], k.shape[3]
-    w, u = k.new_empty(b, t, heads, d), torch.empty_like(v)
+    w, u = k.new_zeros(b, t, heads, d), torch.zeros_like(v)
     _h, _v_new = _states(k, u)
-    dv = torch.empty_like(do)
-    _dh = q.new_empty(b, -(-t // CHUNK), heads, d, v.shape[-1])
-    dv = torch.empty_like(dv)
+    dv = torch.zeros_like(do)
+    _dh = q.new_zeros(b, -(-t // CHUNK), heads, d, v.shape[-1])
+    dv = torch.zeros_like(dv)
     dq, dk, _dw, dg = _dqkwg(q, k, g, w, heads)
-    dk2 = k.new_empty(b, t, heads, d)
-    dv2, dg2, db = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    dk2 = k.new_zeros(b, t, heads, d)
+    dv2, dg2, db = torch.zeros_like(v), torch.zeros_like(g), torch.zeros_like(beta)
     if group != heads:
         dk2 = dk2.view(b, t, group, heads // group, d).sum(3)
     dv = dv2
     dk.add_(dk2)
     dg.add_(dg2)
-    dg = torch.empty_like(dg)
+    dg = torch.zeros_like(dg)
     return dq, dk, dv, db, dg
 
 
 def _dqkwg(q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, w: torch.Tensor, heads: int) -> tuple[torch.Tensor, ...]:
     """``chunk_bwd_dqkwg``, on Hopper."""
     b, t, group, d = k.shape
-    dq, dk = q.new_empty(b, t, heads, d), k.new_empty(b, t, heads, d)
-    dg = torch.empty(-(-d // 128), *g.shape, dtype=torch.float32)
-    dw = torch.empty_like(w)
+    dq, dk = q.new_zeros(b, t, heads, d), k.new_zeros(b, t, heads, d)
+    dg = torch.zeros(-(-d // 128), *g.shape, dtype=torch.float32)
+    dw = torch.zeros_like(w)
     if group != heads:
         dq = dq.view(b, t, group, heads // group, d).sum(3)
         dk = dk.view(b, t, group, heads // group, d).sum(3)

@@ -446,8 +446,8 @@ def test_a_configuration_is_a_spec_in_whatever_code_runs_it(tmp_path: Path) -> N
 def test_layers_that_predict_further_tokens_are_told(kind: str, further: dict[str, int], tmp_path: Path) -> None:
     """No class of these families in transformers has them (``_keys_to_ignore_on_load_unexpected``)."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 96}
-    for named, told in ((further, 1), (dict.fromkeys(further, 0), 0)):
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 512, **sizes, **named}))
+    for said, told in ((further, 1), (dict.fromkeys(further, 0), 0)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": 512, **sizes, **said}))
         notes = read_spec(tmp_path).notes
         assert [note.code for note in notes] == ["further-layers"] * told
         assert not told or "--mtp-layers 2" in notes[0].message

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import islice
 
 from ...device.gpus import GPUS, MULTIPROCESSORS
 from ...families import family
@@ -451,8 +452,15 @@ def without_graph(plan: ResolvedPlan, shape: LayerShape, options: Options, later
     """The model's modules as they score a batch, with what ``options`` say of adapters."""
     loss = preferences.loss_of_reference(head_loss(plan))
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
-    layer = layer_module(shape, False, plan.code, options)
-    middle = [Span(layer, (name,)) for name in layer_names(preferences.layers_of_reference(plan, loss))]
+    names = layer_names(plan.model.layers)
+
+    def layer(number: int) -> Span:
+        own = shape.of_kind(shape.mixture, shape.turns, plan.model.is_linear(number))
+        return Span(layer_module(own, False, plan.code, options), (names[number],))
+
+    count = preferences.layers_of_reference(plan, loss)
+    others = (number for number in range(count, len(names)) if plan.model.is_linear(number) != plan.model.is_linear(0))
+    middle = [*map(layer, range(count)), *map(layer, islice(others, 1))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     return (Span(embedding, ("embedding",)), *middle, *normed, Span(preferences.returning(head, loss), ("head",)))
 
