@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from random import Random
 
 import pytest
@@ -25,6 +25,7 @@ from memplan.search.space import Space, filled, space_of
 from memplan.search.time import step_time
 from memplan.tape.program import fold_program
 
+from .at_random import at_random
 from .test_cuts import counts_of
 
 TINY = {
@@ -98,11 +99,8 @@ def searched(clock: Clock, requestable: int) -> Search:
 
 def candidates(search: Search, many: int) -> list[Candidate]:
     """So many at random, with what the search makes of them where they do not fit."""
-    random = Random(1)
-    chosen = list(search.candidates)
-    random.shuffle(chosen)
     found = []
-    for candidate in chosen[:many]:
+    for candidate in islice(at_random(search, Random(1)), many):
         found.append(search._timed(candidate))
         found += search._fitted(found[-1], search.requestable)
     return found
@@ -125,7 +123,7 @@ def test_what_the_search_says_is_what_the_estimate_says(name: str, many: int) ->
         assert peaks[suggestion.fullest] == max(peaks)
         assert candidate.floor <= suggestion.requested
         assert suggestion.seconds == pytest.approx(step_time(plan).total, rel=1e-9)
-    assert compared >= min(20, len(search.candidates) // 4)
+    assert compared >= min(20, search.counts().considered // 4)
 
 
 @pytest.mark.parametrize("name", SPACES)
@@ -146,8 +144,7 @@ CUT = [
 @pytest.mark.parametrize("name", CUT)
 def test_bounds_from_above_and_below(name: str) -> None:
     search = searched(clock(name), UNLIMITED)
-    random = Random(2)
-    for candidate in random.sample(search.candidates, 25):
+    for candidate in islice(at_random(search, Random(2)), 25):
         point, plan = candidate.point, resolve(search._plan(candidate))
         programs = megatron.programs(plan, Options())
         peaks = [fold_program(program).peak for program in programs]
