@@ -110,13 +110,55 @@ SWITCHES = (
 )
 
 STATES = st.sampled_from(["fp32", "bf16", "fp16", "fp8"])
+AWARE = chosen(
+    {
+        "precision_aware": st.just(True),
+        "main_parameters": st.sampled_from(["fp32", "fp16"]),
+        "exp_avg": STATES,
+        "exp_avg_sq": STATES,
+        "fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
+    }
+)
+MEGATRON = chosen(
+    {
+        **dict.fromkeys(SWITCHES, st.booleans()),
+        "attention_backend": st.sampled_from(["auto", "flash", "fused", "unfused", "local"]),
+        "transformer_engine": st.sampled_from(["2.0", "2.11", "2.18"]),
+        "cross_entropy_fusion": st.sampled_from(["none", "native", "te"]),
+        "vocab_multiple": st.sampled_from([1, 7, 128]),
+        "bucket_size": st.sampled_from([1, 12345, 40_000_000]),
+        "clip_grad": st.sampled_from([0.0, 1.0, 0.3]),
+        "cp_communication": st.sampled_from(["p2p", "a2a"]),
+    }
+)
+IN_FP32 = chosen({"fp32_gradients_of": st.sampled_from([("all",), ("*.bias", "it's"), ("*[1]*",)])})
+"""Of gradients that are not in fp32 already."""
+INSTANCES = chosen({"distributed_optimizer_instances": st.sampled_from([1, 2])})
+ENVIRONMENT = chosen(
+    {
+        "PYTORCH_CUDA_ALLOC_CONF": st.just("expandable_segments:True"),
+        "CUBLAS_WORKSPACE_CONFIG": st.just(":4096:8"),
+        "NCCL_DEBUG": st.just("INFO"),
+        "NVTE_TORCH_COMPILE": st.just("0"),
+        "MINE": st.just("it's $HOME # here"),
+    }
+)
+HARDWARE = chosen(
+    {
+        "gpu": st.sampled_from(["h200", "a100-40gb"]),
+        "gpus_per_node": st.sampled_from([1, 2, 4, 8]),
+        "capacity": st.sampled_from([1 << 30, 10**12]),
+    }
+)
+"""Made once: hypothesis looks into each strategy that it meets for the first time."""
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     model = draw(models())
     sizes, pipeline = draw(pipelines(model["layers"]))
-    tp, cp, dp = (draw(st.sampled_from(choices)) for choices in ([1, 2, 4], [1, 1, 2], [1, 2, 3]))
+    local = draw(st.booleans())
+    tp, cp, dp = (draw(st.sampled_from(each)) for each in ([1, 2, 4], [1] if local else [1, 1, 2], [1, 2, 3]))
     mbs = draw(st.integers(1, 3))
     mode = draw(st.sampled_from(["none", "selective", "full"]))
     recompute: dict[str, Any] = {"mode": mode}
@@ -127,57 +169,22 @@ def plans(draw: st.DrawFn) -> Plan:
     elif mode == "selective":
         modules = st.lists(st.sampled_from(["core_attn", "layernorm", "mlp"]), min_size=1, max_size=3, unique=True)
         recompute |= draw(chosen({"modules": modules}))
-    local = draw(st.booleans())
     dtype = draw(st.sampled_from(["bf16", "fp16", "fp32"])) if local else draw(st.sampled_from(["bf16", "fp16"]))
-    aware = {
-        "precision_aware": st.just(True),
-        "main_parameters": st.sampled_from(["fp32", "fp16"]),
-        "exp_avg": STATES,
-        "exp_avg_sq": STATES,
-        "fp8_recipe": st.sampled_from(["delayed", "tensorwise", "blockwise", "mxfp8"]),
-    }
-    flags = dict.fromkeys(SWITCHES, st.booleans())
-    megatron = draw(
-        chosen(
-            {
-                **flags,
-                "attention_backend": st.sampled_from(["auto", "flash", "fused", "unfused", "local"]),
-                "transformer_engine": st.sampled_from(["2.0", "2.11", "2.18"]),
-                "cross_entropy_fusion": st.sampled_from(["none", "native", "te"]),
-                "vocab_multiple": st.sampled_from([1, 7, 128]),
-                "distributed_optimizer_instances": st.sampled_from([1, 2]),
-                "bucket_size": st.sampled_from([1, 12345, 40_000_000]),
-                "clip_grad": st.sampled_from([0.0, 1.0, 0.3]),
-                "fp32_gradients_of": st.sampled_from([("all",), ("*.bias", "it's"), ("*[1]*",)]),
-                "cp_communication": st.sampled_from(["p2p", "a2a"]),
-            }
-        )
-    )
-    environment = {
-        "PYTORCH_CUDA_ALLOC_CONF": st.just("expandable_segments:True"),
-        "CUBLAS_WORKSPACE_CONFIG": st.just(":4096:8"),
-        "NCCL_DEBUG": st.just("INFO"),
-        "NVTE_TORCH_COMPILE": st.just("0"),
-        "MINE": st.just("it's $HOME # here"),
-    }
+    precision = {"dtype": dtype, **draw(chosen({"gradients": st.sampled_from(["fp32", dtype])}))}
+    in_fp32 = draw(IN_FP32) if precision.get("gradients", "fp32") != "fp32" else {}
+    zero = draw(st.sampled_from([0, 1]))
+    optimizer = draw(st.sampled_from(["adam", "adamw", "adamw"] if zero else ["adam", "adamw", "adamw", "sgd"]))
+    is_aware = zero == 1 and draw(st.booleans())
     return made(
         model=model,
         framework="megatron",
-        hardware=draw(
-            chosen(
-                {
-                    "gpu": st.sampled_from(["h200", "a100-40gb"]),
-                    "gpus_per_node": st.sampled_from([1, 2, 4, 8]),
-                    "capacity": st.sampled_from([1, 10**12]),
-                }
-            )
-        ),
+        hardware=draw(HARDWARE),
         layout={
             "tp": tp,
             "cp": cp,
             "dp": dp,
             **sizes,
-            "zero": draw(st.sampled_from([0, 1])),
+            "zero": zero,
             "sequence_parallel": tp > 1 and draw(st.booleans()),
         },
         batch={
@@ -185,14 +192,16 @@ def plans(draw: st.DrawFn) -> Plan:
             "gbs": mbs * dp * draw(st.integers(1, 9)),
             **draw(chosen({"seq": st.sampled_from([1, 16, 32, 64])})),
         },
-        precision={"dtype": dtype, **draw(chosen({"gradients": st.sampled_from(["fp32", dtype])}))},
-        optimizer={
-            "name": draw(st.sampled_from(["adam", "adamw", "adamw", "sgd"])),
-            **(draw(chosen(aware)) if draw(st.booleans()) else {}),
-        },
+        precision=precision,
+        optimizer={"name": optimizer, **(draw(AWARE) if is_aware else {})},
         recompute=recompute,
         pipeline=pipeline,
-        megatron={**megatron, "transformer_impl": "local" if local else "transformer_engine"},
-        environment=draw(chosen(environment)),
+        megatron={
+            **draw(MEGATRON),
+            **in_fp32,
+            **(draw(INSTANCES) if zero else {}),
+            "transformer_impl": "local" if local else "transformer_engine",
+        },
+        environment=draw(ENVIRONMENT),
         headroom=draw(st.sampled_from(["0", "5%", "2GiB"])),
     )

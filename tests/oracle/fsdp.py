@@ -26,6 +26,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group, 
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from memplan.trace.collectives import clear_caches
 
@@ -33,9 +34,24 @@ from .tracer import Change, Follow, Trace, cuda_behaviour
 from .training_step import DTYPES, _model, _quiet, _unpacked, begin, update
 from .tuned_step import Tune, _apply, blocks
 
+ADAM = {f"aten::_foreach_{name}" for name in ("mul_", "lerp_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_", "zero_")}
+"""The operators of AdamW on lists of tensors, element by element."""
+_wrap: Any = DTensor
+
 
 class ResizedFollow(Follow):  # type: ignore[no-untyped-call]
-    """Also follows local tensors of ``DTensor`` and storages that are resized."""
+    """Also follows local tensors of ``DTensor`` and storages that are resized.
+
+    The optimizer's operators on lists run on local tensors: ``DTensor`` comes to the same, after a search for the
+    placements of each parameter that takes a third of a trace (``tests/frameworks/test_fsdp_optimizers.py`` compares).
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in ADAM and isinstance(args[0][0], DTensor) and _placed_alike(args):
+            local = tree_map_only(DTensor, lambda one: one._local_tensor, args)
+            out = super().__torch_dispatch__(func, types, local, kwargs)
+            return out and [_wrap(one, like._spec, requires_grad=False) for one, like in zip(out, args[0], strict=True)]
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def adopt(self, tensor: torch.Tensor, op: str) -> None:
         super().adopt(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, op)
@@ -45,6 +61,13 @@ class ResizedFollow(Follow):  # type: ignore[no-untyped-call]
         finalizer = self.seen.get(tensor.untyped_storage()._cdata)
         if finalizer is not None:
             finalizer()
+
+
+def _placed_alike(args: Any) -> bool:
+    """Whether the lists of an operator have the same placements, one by one."""
+    lists = [one for one in args if isinstance(one, (list, tuple)) and isinstance(one[0], DTensor)]
+    placed = [[one._spec.placements for one in each] for each in lists]
+    return all(one == placed[0] for one in placed)
 
 
 @contextmanager

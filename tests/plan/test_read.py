@@ -288,10 +288,10 @@ def test_text_that_is_not_utf_8_is_refused_with_its_line() -> None:
 def test_a_file_of_a_gigabyte_is_refused_at_once() -> None:
     with Path("huge.yaml").open("wb") as file:
         os.truncate(file.fileno(), 1 << 30)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(PlanError, match=r"^huge.yaml: is larger than a plan can be \(1 MiB\)"):
         read_plan("huge.yaml")
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_a_file_that_may_not_be_read_is_said_to_be_so() -> None:

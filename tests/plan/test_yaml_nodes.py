@@ -99,16 +99,16 @@ def test_what_is_refused_says_where_and_why(text: str, line: str) -> None:
 def test_a_billion_laughs_are_refused_at_once() -> None:
     lines = ["a0: &a0 [lol, lol, lol, lol, lol, lol, lol, lol, lol]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
-    start = time.perf_counter()
+    start = time.process_time()
     assert "takes more work to read than the limit of 4,000,000 steps" in refusal("\n".join(lines))
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_deep_nesting_is_refused_at_once() -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     assert "nested more than" in refusal("[" * 500_000)
     assert "nested more than" in refusal("{a: " * 100_000)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 def test_aliases_in_reason_are_read() -> None:

@@ -19,6 +19,8 @@ from memplan.search.changes import point_of
 from memplan.search.search import Candidate, Search
 from memplan.search.space import filled, space_of
 
+from .at_random import at_random
+
 Flags = dict[str, str]
 
 TINY = {"layers": "5", "hidden": "256", "ffn": "512", "heads": "4", "kv-heads": "4", "head-dim": "64", "seq": "256"}
@@ -153,9 +155,7 @@ def _search(flags: Flags) -> Search:
 def _buildable(search: Search, random: Random) -> Iterator[Candidate]:
     """Candidates that the framework does not refuse, in an order at random; where a cut or a number of recomputed
     layers can be chosen to fit, behind each what is chosen for less memory than it needs."""
-    order = list(search.candidates)
-    random.shuffle(order)
-    for candidate in order:
+    for candidate in at_random(search, random):
         suggestion = search.folded(candidate)
         if suggestion is None:
             continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from functools import cache
+from itertools import islice, pairwise, product
 from random import Random
 from statistics import median
 
@@ -28,6 +29,7 @@ from memplan.search.space import Space, filled, space_of
 from memplan.search.time import step_time
 from memplan.tape.program import fold_program, static
 
+from .at_random import at_random
 from .test_cuts import counts_of
 
 TINY = {
@@ -89,18 +91,21 @@ def space(name: str, **flags: str) -> Space:
     return space_of(base, filled(base), {})
 
 
-def searched(space: Space, requestable: int) -> Search:
+@cache
+def clock(name: str) -> Clock:
+    """Of a space that several tests search: times are the same in each."""
+    return Clock(space(name))
+
+
+def searched(clock: Clock, requestable: int) -> Search:
     """A search in which only what tensors request is limited."""
-    return Search(space, Clock(space), UNLIMITED, UNLIMITED - requestable, lambda what, done, of: None)
+    return Search(clock.space, clock, UNLIMITED, UNLIMITED - requestable, lambda what, done, of: None)
 
 
 def candidates(search: Search, many: int) -> list[Candidate]:
     """So many at random, with what the search makes of them where they do not fit."""
-    random = Random(1)
-    chosen = list(search.candidates)
-    random.shuffle(chosen)
     found = []
-    for candidate in chosen[:many]:
+    for candidate in islice(at_random(search, Random(1)), many):
         found.append(search._timed(candidate))
         found += search._fitted(found[-1], search.requestable)
     return found
@@ -110,7 +115,7 @@ def candidates(search: Search, many: int) -> list[Candidate]:
 @pytest.mark.parametrize("name", SPACES)
 def test_what_the_search_says_is_what_the_estimate_says(name: str, many: int) -> None:
     """Bytes exactly, of the plan that is written; seconds but for rounding."""
-    search = searched(space(name), 1 << 31)
+    search = searched(clock(name), 1 << 31)
     compared = 0
     for candidate in candidates(search, many):
         suggestion = search.folded(candidate)
@@ -123,12 +128,12 @@ def test_what_the_search_says_is_what_the_estimate_says(name: str, many: int) ->
         assert peaks[suggestion.fullest] == max(peaks)
         assert candidate.floor <= suggestion.requested
         assert suggestion.seconds == pytest.approx(step_time(plan).total, rel=1e-9)
-    assert compared >= min(20, len(search.candidates) // 4)
+    assert compared >= min(20, search.counts().considered // 4)
 
 
 @pytest.mark.parametrize("name", SPACES)
 def test_estimates_of_a_few(name: str) -> None:
-    search = searched(space(name), UNLIMITED)
+    search = searched(clock(name), UNLIMITED)
     for suggestion in search.fastest(2):
         whole = estimate(suggestion.plan)
         assert max(stage.requested for stage in whole.stages) == suggestion.requested
@@ -143,9 +148,8 @@ CUT = [
 
 @pytest.mark.parametrize("name", CUT)
 def test_bounds_from_above_and_below(name: str) -> None:
-    search = searched(space(name), UNLIMITED)
-    random = Random(2)
-    for candidate in random.sample(search.candidates, 25):
+    search = searched(clock(name), UNLIMITED)
+    for candidate in islice(at_random(search, Random(2)), 25):
         point, plan = candidate.point, resolve(search._plan(candidate))
         programs = megatron.programs(plan, Options())
         peaks = [fold_program(program).peak for program in programs]
@@ -270,17 +274,17 @@ def found(search: Search) -> list[object]:
 
 @pytest.mark.parametrize("name", ["megatron", *(pytest.param(one, marks=pytest.mark.slow) for one in CUT[1:])])
 def test_bounds_of_points_that_are_not_cut(name: str) -> None:
-    check_bounds(searched(space(name, **FEW), UNLIMITED), 40)
+    check_bounds(searched(Clock(space(name, **FEW)), UNLIMITED), 40)
 
 
 def test_bounds_of_points_in_another_framework() -> None:
-    check_bounds(searched(space("megatron-deepspeed"), UNLIMITED), 20)
+    check_bounds(searched(clock("megatron-deepspeed"), UNLIMITED), 20)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LARGE)
 def test_bounds_of_large_models(name: str) -> None:
-    search = searched(large(name), 70 << 30)
+    search = searched(Clock(large(name)), 70 << 30)
     check_bounds(search, 1000)
     assert len({group.candidates[0].seconds for group in search._groups}) > 100
 
@@ -289,8 +293,8 @@ def test_bounds_of_large_models(name: str) -> None:
 def test_points_that_are_never_cut_change_nothing(name: str) -> None:
     whole = replace(space(name, **FEW), mbs=(1,))
     search, every = (
-        Search(whole, clock, UNLIMITED, UNLIMITED - (100 << 20), lambda what, done, of: None)
-        for clock in (Clock(whole), WithoutBound(whole))
+        Search(whole, times, UNLIMITED, UNLIMITED - (100 << 20), lambda what, done, of: None)
+        for times in (Clock(whole), WithoutBound(whole))
     )
     assert found(search) == found(every)
     assert search.counts().considered == every.counts().considered
@@ -301,8 +305,8 @@ def test_points_that_are_never_cut_change_nothing(name: str) -> None:
 def test_points_of_large_models_that_are_never_cut_change_nothing(name: str) -> None:
     whole = large(name)
     search, every = (
-        Search(whole, clock, 70 << 30, 1 << 30, lambda what, done, of: None)
-        for clock in (Clock(whole), WithoutBound(whole))
+        Search(whole, times, 70 << 30, 1 << 30, lambda what, done, of: None)
+        for times in (Clock(whole), WithoutBound(whole))
     )
     assert found(search) == found(every)
     assert len(search._cut) < len(every._cut)
@@ -348,13 +352,13 @@ def test_the_answer_is_that_of_evaluating_everything(fixed: dict[str, object]) -
     small = space_of(small.base, small.resolved, fixed)
     every = everything(small)
     assert len(every) > 1000
-    sizes = sorted(size for _, _, size in every)
+    sizes, times = sorted(size for _, _, size in every), Clock(small)
     for requestable in (*sizes[:: len(sizes) // 12], sizes[-1]):
         fits = min(one for one in every if one[2] <= requestable)
-        (best,) = searched(small, requestable).fastest(1)
+        (best,) = searched(times, requestable).fastest(1)
         assert best.requested <= requestable
         assert (not best.point.keeps_numerics, best.seconds) == (fits[0], pytest.approx(fits[1], rel=1e-9))
-    nothing = searched(small, sizes[0] - 1)
+    nothing = searched(times, sizes[0] - 1)
     assert nothing.fastest(3) == []
     closest = nothing.smallest()
     assert closest is not None
@@ -370,13 +374,13 @@ def test_the_answer_of_models_with_experts() -> None:
     small = replace(small, recompute=small.recompute[:-1])
     every = everything(small)
     assert len(every) > 100
-    sizes = sorted(size for _, _, size in every)
+    sizes, times = sorted(size for _, _, size in every), Clock(small)
     for requestable in (*sizes[:: len(sizes) // 12], sizes[-1]):
         fits = min(one for one in every if one[2] <= requestable)
-        (best,) = searched(small, requestable).fastest(1)
+        (best,) = searched(times, requestable).fastest(1)
         assert best.requested <= requestable
         assert (not best.point.keeps_numerics, best.seconds) == (fits[0], pytest.approx(fits[1], rel=1e-9))
-    closest = searched(small, sizes[0] - 1).smallest()
+    closest = searched(times, sizes[0] - 1).smallest()
     assert closest is not None
     assert closest.requested == sizes[0]
 
@@ -384,11 +388,10 @@ def test_the_answer_of_models_with_experts() -> None:
 @pytest.mark.parametrize("name", ["ddp", "deepspeed", "fsdp", "fsdp, nodes", "megatron, hybrid", "single"])
 def test_the_answer_of_other_frameworks(name: str) -> None:
     """No cuts, and recompute of all layers or none."""
-    whole = space(name)
-    every = everything(whole)
+    every = everything(clock(name).space)
     for requestable in sorted(size for _, _, size in every)[:: len(every) // 5]:
         fits = sorted(one for one in every if one[2] <= requestable)
-        (best,) = searched(whole, requestable).fastest(1)
+        (best,) = searched(clock(name), requestable).fastest(1)
         assert (not best.point.keeps_numerics, best.seconds) == (fits[0][0], pytest.approx(fits[0][1], rel=1e-9))
 
 
@@ -397,8 +400,8 @@ def test_the_answer_of_other_frameworks(name: str) -> None:
 def test_the_roomiest_of_those_that_are_as_fast(name: str, within: float) -> None:
     """That of evaluating everything, among what keeps the numbers and moves nothing off the GPU; with a least gain each
     one gains that."""
-    whole = space(name)
-    search = searched(whole, UNLIMITED)
+    whole = clock(name).space
+    search = searched(clock(name), UNLIMITED)
     (fastest,) = search.fastest(1)
     roomier, gain = search.roomier(fastest, within, 1), 32 << 20
     gaining = [*search.roomier(fastest, within, gain), fastest]
@@ -425,21 +428,21 @@ def test_hybrid_shards_are_found() -> None:
     """On 64 nodes, where gathering among all of them is slower than what is computed meanwhile."""
     flags = {"model": "llama-3-8b", "framework": "fsdp", "gpu": "h100-80gb", "gpus": "512", "gbs": "512", "seq": "2048"}
     base = read_plan(None, flags).plan
-    (best,) = searched(space_of(base, filled(base), {}), 70 << 30).fastest(1)
+    (best,) = searched(Clock(space_of(base, filled(base), {})), 70 << 30).fastest(1)
     assert resolve(best.plan).fsdp.replicas > 1
-    (sharded,) = searched(space_of(base, filled(base), {"fsdp.replicas": 1}), 70 << 30).fastest(1)
+    (sharded,) = searched(Clock(space_of(base, filled(base), {"fsdp.replicas": 1})), 70 << 30).fastest(1)
     assert resolve(sharded.plan).fsdp.replicas == 1
     assert sharded.seconds > best.seconds
 
 
 def test_the_same_answer_every_time() -> None:
-    one, other = (searched(space("megatron"), 1 << 30) for _ in range(2))
+    one, other = (searched(Clock(space("megatron")), 1 << 30) for _ in range(2))
     assert one.fastest(4) == other.fastest(4)
     assert one.counts() == other.counts()
 
 
 def test_the_front_falls_in_memory_and_rises_in_time() -> None:
-    search = searched(space("megatron"), UNLIMITED)
+    search = searched(clock("megatron"), UNLIMITED)
     (best,) = search.fastest(1)
     front = search.front(best, 0.05, 20)
     assert front[0] is best
@@ -453,7 +456,7 @@ def test_a_fixed_cut_is_kept() -> None:
     flags = {**SPACES["megatron"], "pp": "2", "pipeline-layout": "Ett|tttL"}
     base = read_plan(None, flags).plan
     fixed = space_of(base, filled(base), {"pipeline.layout": "Ett|tttL"})
-    suggestions = searched(fixed, UNLIMITED).fastest(3)
+    suggestions = searched(Clock(fixed), UNLIMITED).fastest(3)
     assert len(suggestions) == 3
     for suggestion in suggestions:
         assert resolve(suggestion.plan).pipeline.layout == "Ett|tttL"

@@ -62,10 +62,12 @@ def test_zombies_do_not_live() -> None:
 @pytest.mark.parametrize("hurried", [False, True])
 def test_grace(hurried: bool) -> None:
     """Who ignores SIGTERM has as long as it lasts, unless somebody is in a hurry."""
+    grace = 60 if hurried else 0.5
     with running(STUBBORN) as process:
         assert process.stdout is not None
         process.stdout.readline()
         began = time.monotonic()
-        assert end_all(lambda: [process.pid] if is_alive(process.pid) else [], 0.5, hurried=lambda: hurried) == ()
-        assert (time.monotonic() - began < 0.45) == hurried
+        assert end_all(lambda: [process.pid] if is_alive(process.pid) else [], grace, hurried=lambda: hurried) == ()
+        took = time.monotonic() - began
+        assert took < 30 if hurried else took > 0.45
         assert process.wait(10) == -signal.SIGKILL

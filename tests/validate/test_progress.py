@@ -7,6 +7,7 @@ import pty
 import time
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -52,7 +53,7 @@ def test_bars() -> None:
 
 
 def drawn(seconds: float) -> str:
-    """What a terminal gets within ``seconds`` of a run."""
+    """What a terminal gets in ``seconds`` of a run, or a little more on a machine that is busy."""
     leader, follower = pty.openpty()
     with open(follower, "w", encoding="utf-8") as terminal:  # noqa: PTH123
         with shown(stream=terminal) as display:
@@ -68,26 +69,30 @@ def drawn(seconds: float) -> str:
     return said.removesuffix(b"END").decode()
 
 
-def test_terminal() -> None:
-    said = drawn(1.0)
+def test_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    said = drawn(0.3)
     assert "rank 0" in said
     assert said.endswith("\x1b[2K"), "the last row is wiped out"
 
 
-def test_short_runs_show_nothing() -> None:
+def test_short_runs_show_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PATIENCE", 60.0)
     assert drawn(0.2) == ""
 
 
 @pytest.mark.parametrize(("verbosity", "lines"), [("verbose", 2), ("normal", 0), ("quiet", 0)])
 def test_pipe(verbosity: module.Verbosity, lines: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A line when something changes, and not too many of them."""
+    """A line when something changes, and not too many of them: by a clock of the test's own."""
+    now = time.monotonic() + 60  # behind the moment at which the display begins
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(module, "PATIENCE", 0.0)
     monkeypatch.setattr(module, "BETWEEN", 0.2)
     with (tmp_path / "out").open("w+", encoding="utf-8") as pipe:
         with shown(verbosity, stream=pipe) as display:
             for what in ("loading", "loading", "step 1", "step 2"):
                 display([at(0, what, allocated=GIB), at(1, "loading")])
-                time.sleep(0.15)
+                now += 0.15
         pipe.seek(0)
         said = pipe.read().splitlines()
     assert len(said) == lines

@@ -229,9 +229,9 @@ def test_thousands_of_lines_are_read_fast() -> None:
         for n in range(1500)
     ]
     script = "\n".join([*lines, "python a.py --num-layers 2"])
-    began = time.perf_counter()
+    began = time.process_time()
     assert words(script)[-1] == "2"
-    assert time.perf_counter() - began < 10
+    assert time.process_time() - began < 10
 
 
 @settings(max_examples=300, deadline=None)
