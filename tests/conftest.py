@@ -83,6 +83,13 @@ LONGEST = (
     "tests/trace/test_trainer.py",
     "tests/validate/test_trainings.py",
     "tests/validate/test_interrupted.py",
+    "tests/test_interrupts.py",
+    "tests/layers/megatron_core/test_te_modules.py",
+    "tests/frameworks/test_deepspeed.py",
+    "tests/benchmarks/test_support.py",
+    "tests/frameworks/test_fsdp_titan_pipeline.py",
+    "tests/formats/launch/test_files.py",
+    "tests/benchmarks/test_proof.py",
 )
 """Files that take longest, in the order in which they begin: what begins last keeps one worker busy alone."""
 

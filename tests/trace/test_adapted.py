@@ -80,7 +80,7 @@ def sizes_of(name: str, b: int) -> dict[str, str]:
     """Some that nothing was learnt at, with few layers where any number of them is known."""
     learnt = fit_of(plan_of(name, **{"lora-targets": targets_of(name)[0]}))
     seq = "197" if name.startswith("vit-") else "416"
-    return {"mbs": str(b), "seq": seq, "gbs": str(2 * b), **({"layers": "7"} if learnt.extends else {})}
+    return {"mbs": str(b), "seq": seq, "gbs": str(2 * b), **({"layers": "5"} if learnt.extends else {})}
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
