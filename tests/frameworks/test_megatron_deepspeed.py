@@ -13,6 +13,7 @@ from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.rank import Rank
 from memplan.allocator.replay import Run, replay
 from memplan.estimate import detail, estimate
+from memplan.frameworks import framework
 from memplan.frameworks.megatron_deepspeed.programs import padded_vocab, programs
 from memplan.layers.edges import TIED_GRADIENT
 from memplan.layers.module import Options
@@ -135,6 +136,15 @@ def test_chunks_that_do_not_line_up_are_warned_of() -> None:
     flags = {"model": "gpt2", "framework": "megatron-deepspeed", "recompute": "full", "recompute-layers": "4"}
     warned = estimate(resolve(read_plan(None, flags).plan))
     assert any(notice.code == "not-recomputed" and "4 of 12 layers" in notice.message for notice in warned.warnings)
+
+
+def test_what_its_code_has_no_argument_for_is_said_and_not_recommended() -> None:
+    """BigScience's ``megatron/arguments.py`` has ``--checkpoint-activations``, which recomputes whole layers."""
+    flags = {"model": "gpt2", "framework": "megatron-deepspeed", "layers": "2", "recompute": "selective"}
+    read = resolve(read_plan(None, flags).plan)
+    assert any(notice.code == "selective-elsewhere" for notice in estimate(read).warnings)
+    modes = {one.mode for one in framework(read.framework).search.recomputing(read)}
+    assert modes == {"none", "full"}
 
 
 PLANS = st.fixed_dictionaries(

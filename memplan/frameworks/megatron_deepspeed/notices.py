@@ -44,8 +44,18 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    for source in (_recompute, _empty_stages, tied_head, _zero_and_embed, _zero_alone):
+    for source in (_selective, _recompute, _empty_stages, tied_head, _zero_and_embed, _zero_alone):
         yield from source(plan, programs)
+
+
+def _selective(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """The code has no argument for it (``megatron/arguments.py``: ``--checkpoint-activations`` alone)."""
+    if plan.recompute.mode == "selective":
+        yield Notice(
+            "selective-elsewhere",
+            "BigScience's Megatron-DeepSpeed recomputes whole layers alone: what is counted of selective recompute is "
+            "that of Korthikanti et al. (arXiv 2205.05198)",
+        )
 
 
 def _recompute(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
