@@ -61,6 +61,8 @@ FAMILIES = {
     "exaone4": "exaone-4.0-32b",
     "olmo3": "olmo-3-7b",
 }
+UNTRACED = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
+"""Families whose kernels a trace does not run."""
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
 
@@ -79,7 +81,7 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= LATENT
     if family in ("glm4_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
-    return {"model": FAMILIES[family], **sizes}
+    return {"model": (FAMILIES | UNTRACED)[family], **sizes}
 
 
 def targets_of(family: str) -> dict[str, str]:
