@@ -88,7 +88,7 @@ def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
 
 
 def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    """Masks of sliding windows that sdpa makes scores of, where those of all layers take half a gibibyte or more."""
+    """Masks of sliding windows that sdpa copies, where those of all layers take half a gibibyte or more."""
     spec = plan.model
     if isinstance(spec, TracedSpec) or not plan.masked_kernel or plan.recompute.mode == "full":
         return
@@ -98,9 +98,10 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         return
     yield Notice(
         "masks-kept",
-        f"transformers' default, sdpa, is handed a mask from the sliding window of {spec.sliding_window} on: each of "
-        f"{layers} layers keeps it as scores of {size:,} bytes ({layers * size / GIB:.2f} GiB together), with keys and "
-        "values of every query head; --attention flash_attention_2 (needs flash-attn) keeps none and is faster",
+        f"transformers' default attention, sdpa, is handed a mask where sequences have {spec.sliding_window} tokens (the "
+        f"sliding window) or more: each of {layers} layers keeps a copy of it, {size:,} bytes "
+        f"({layers * size / GIB:.2f} GiB together), and keys and values once for every query head; --attention "
+        "flash_attention_2 (needs flash-attn) keeps neither and is faster",
     )
 
 

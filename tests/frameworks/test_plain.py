@@ -86,7 +86,7 @@ def test_what_a_mask_costs() -> None:
 def test_masks_are_told_with_their_bytes() -> None:
     found = estimate(plan(**MISTRAL | {"layers": 32, "seq": 8192, "attention": "flash"}))
     told = next(one.message for one in found.warnings if one.code == "masks-kept")
-    assert "32 layers keeps it as scores of 134,217,728 bytes (4.00 GiB together)" in told
+    assert "32 layers keeps a copy of it, 134,217,728 bytes (4.00 GiB together)" in told
     assert any("the memory-efficient kernel" in one for one in found.assumptions)
 
 
