@@ -98,8 +98,8 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         return
     yield Notice(
         "masks-kept",
-        f"transformers' default attention, sdpa, is handed a mask where sequences have {spec.sliding_window} tokens (the "
-        f"sliding window) or more: each of {layers} layers keeps a copy of it, {size:,} bytes "
+        f"transformers' default attention, sdpa, is handed a mask where sequences have {spec.sliding_window} tokens "
+        f"(the sliding window) or more: each of {layers} layers keeps a copy of it, {size:,} bytes "
         f"({layers * size / GIB:.2f} GiB together), and keys and values once for every query head; --attention "
         "flash_attention_2 (needs flash-attn) keeps neither and is faster",
     )
