@@ -130,10 +130,10 @@ def _fused(plan: ResolvedPlan) -> str:
 
 
 MASKED_ATTENTION = (
-    "attention is transformers' default, sdpa: sequences of {window} tokens (the sliding window) or more hand it a mask, and "
-    "PyTorch takes {kernel} in place of its flash kernel; each layer with a window keeps a copy of the mask in its "
-    "dtype, and keys and values once for every query head, and computes all scores (flash_attention_2 does none of "
-    "this); no token is padding"
+    "attention is transformers' default, sdpa: sequences of {window} tokens (the sliding window) or more hand it a "
+    "mask, and PyTorch takes {kernel} in place of its flash kernel; each layer with a window keeps a copy of the mask "
+    "in its dtype, and keys and values once for every query head, and computes all scores (flash_attention_2 does "
+    "none of this); no token is padding"
 )
 """transformers' ``masking_utils.py`` (``sdpa_mask``) and ``integrations/sdpa_attention.py``; PyTorch's
 ``aten/src/ATen/native/transformers/attention.cpp`` (``convert_boolean_attn_mask``, ``preprocess_mask``)."""
