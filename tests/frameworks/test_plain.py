@@ -127,6 +127,16 @@ def test_layers_without_a_window_are_timed_apart() -> None:
     assert parts == [(True, 1), (False, 0.5)]
 
 
+def test_layers_with_attention_are_timed_apart_from_gated_delta_nets() -> None:
+    """Every fourth of Qwen 3.5's layers, of transformers' code (``Qwen3_5TextConfig.full_attention_interval``)."""
+    made = plan(model="qwen3.5-9b", layers=8, framework="fsdp", gpus=2, seq=512, recompute="full", attention="flash")
+    own = framework("fsdp").time
+    ((work,),), entries = own.stages(made), own.entries(made)
+    assert (work.layers, work.dense, work.dense_recomputed) == (8, 2, 2)
+    scores = [any(isinstance(one, Attention) for one, _ in layer.forward) for layer in (entries.layer, entries.dense)]
+    assert scores == [False, True]
+
+
 def test_ddp_adds_buckets_as_large_as_the_gradients() -> None:
     mib = 2**20
     one, two = estimate(plan(framework="single")), estimate(plan(framework="ddp", gpus=2))
