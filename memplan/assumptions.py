@@ -10,7 +10,7 @@ from .frameworks import framework
 from .layers.whole_logits import GROUPS, OF_PAIRS, POLICY_ALONE, form
 from .plan.lora import saved
 from .plan.plan import ResolvedPlan
-from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown
+from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown, unmasked_scores
 from .plan.traced_spec import TracedSpec
 from .tuning_notices import of_kernels, of_tuning
 
@@ -107,8 +107,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 def _fused(plan: ResolvedPlan) -> str:
     words = framework(plan.framework).attention_words(plan)
     if plan.masked_kernel and not plan.compile:
-        kernel = "cuDNN's kernel" if plan.masked_kernel == "cudnn" else "the memory-efficient kernel"
-        return MASKED_ATTENTION.format(window=plan.model.sliding_window, kernel=kernel)
+        return _masked(plan)
     if words == "math":
         return (
             "in fp32 scaled_dot_product_attention runs operator by operator and keeps scores: PyTorch's flash kernel "
@@ -129,14 +128,21 @@ def _fused(plan: ResolvedPlan) -> str:
     )
 
 
-MASKED_ATTENTION = (
-    "attention is transformers' default, sdpa: sequences of {window} tokens (the sliding window) or more hand it a "
-    "mask, and PyTorch takes {kernel} in place of its flash kernel; each layer with a window keeps a copy of the mask "
-    "in its dtype, and keys and values once for every query head, and computes all scores (flash_attention_2 does "
-    "none of this); no token is padding"
-)
-"""transformers' ``masking_utils.py`` (``sdpa_mask``) and ``integrations/sdpa_attention.py``; PyTorch's
-``aten/src/ATen/native/transformers/attention.cpp`` (``convert_boolean_attn_mask``, ``preprocess_mask``)."""
+def _masked(plan: ResolvedPlan) -> str:
+    """transformers' ``masking_utils.py`` (``sdpa_mask``) and ``integrations/sdpa_attention.py``; PyTorch's
+    ``aten/src/ATen/native/transformers/attention.cpp`` (``convert_boolean_attn_mask``, ``preprocess_mask``)."""
+    kernel = "cuDNN's kernel" if plan.masked_kernel == "cudnn" else "the memory-efficient kernel"
+    runs = f"PyTorch takes {kernel} in place of its flash kernel"
+    without = " (flash_attention_2 does none of this)"
+    if plan.precision.dtype == "fp32":  # which has no flash kernel
+        runs, without = f"PyTorch runs {kernel}", ""
+        if unmasked_scores(plan):
+            without = "; layers without one run operator by operator, and keep scores as such"
+    return (
+        f"attention is transformers' default, sdpa: sequences of {plan.model.sliding_window} tokens (the sliding "
+        f"window) or more hand it a mask, and {runs}; each layer with a window keeps a copy of the mask in its dtype, "
+        f"and keys and values once for every query head, and computes all scores{without}; no token is padding"
+    )
 
 
 CUDNN_ATTENTION = (

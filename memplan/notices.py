@@ -10,7 +10,7 @@ from .layers.module import hold_bytes
 from .plan.lora import left_out, named_layers
 from .plan.loss_checks import FUSED
 from .plan.plan import ResolvedPlan
-from .plan.releases import sdpa_kernel
+from .plan.releases import sdpa_kernel, unmasked_scores
 from .plan.traced_spec import TracedSpec
 from .result import Notice
 from .tape.program import Program
@@ -75,12 +75,14 @@ def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
     if isinstance(plan.model, TracedSpec) or own.own_layers or plan.code == "2020" or sdpa_kernel(plan) == "flash":
         return
     size = hold_bytes((b, plan.model.heads, s, s), "fp32")
-    if 4 * size < GIB or own.attention_words(plan) not in ("math", "eager"):
+    of_some = unmasked_scores(plan)
+    if 4 * size < GIB or not (of_some or own.attention_words(plan) in ("math", "eager")):
         return
     if plan.attention == "eager":
         why = "attention is eager, an upper bound of transformers' default, sdpa"
     else:
-        why = "transformers' default, sdpa, keeps scores: no fused kernel of PyTorch takes such heads in fp32"
+        where = " in layers without a window" if of_some else ""
+        why = f"transformers' default, sdpa, keeps scores{where}: no fused kernel of PyTorch takes such heads in fp32"
     yield Notice(
         "scores-kept",
         f"{why}: each score tensor of a layer has {size:,} bytes ({size / GIB:.2f} GiB); a 16-bit dtype keeps none",
@@ -93,15 +95,17 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     if isinstance(spec, TracedSpec) or not plan.masked_kernel or plan.recompute.mode == "full":
         return
     layers = sum(not spec.sees_all(layer) for layer in range(spec.layers))
-    size = hold_bytes((plan.batch.mbs, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
+    size = hold_bytes((plan.sequences, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
     if 2 * layers * size < GIB:
         return
+    instead = "--attention flash_attention_2 (needs flash-attn) keeps neither and is faster"
+    if plan.precision.dtype == "fp32":
+        instead = "a 16-bit dtype halves these, and takes flash_attention_2, which keeps neither"
     yield Notice(
         "masks-kept",
         f"transformers' default attention, sdpa, is handed a mask where sequences have {spec.sliding_window} tokens "
         f"(the sliding window) or more: each of {layers} layers keeps a copy of it, {size:,} bytes "
-        f"({layers * size / GIB:.2f} GiB together), and keys and values once for every query head; --attention "
-        "flash_attention_2 (needs flash-attn) keeps neither and is faster",
+        f"({layers * size / GIB:.2f} GiB together), and keys and values once for every query head; {instead}",
     )
 
 

@@ -48,7 +48,9 @@ else:
         def __new__(cls, name, bases, content):
             if not bases:
                 return super().__new__(cls, name, bases, content)
-            annotations = content.pop("__annotations__", {})
+            annotations = content.pop("__annotations__", None)
+            if annotations is None:  # Python 3.14 evaluates them when they are asked for
+                raise TypeError(f"{name} is made where annotations are no text (from __future__ import annotations)")
             defaults = [content.pop(field) for field in annotations if field in content]
             made = namedtuple(name, annotations, defaults=defaults, module=content["__module__"])
             made.__annotations__ = annotations

@@ -5,12 +5,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+import re
 import typing
 from dataclasses import FrozenInstanceError, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import memplan
 from memplan.values import HashedOnce, NamedTuple, dataclass, pattern, replace
 
 
@@ -101,6 +104,18 @@ def test_a_named_tuple_is_that_of_the_standard_library() -> None:
     wrong: Any = Pair
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'left'"):
         wrong()
+
+
+def test_a_named_tuple_needs_annotations_that_are_text() -> None:
+    """Without ``from __future__ import annotations`` the body of a class has none in Python 3.14 (PEP 749), and the
+    tuple would have no fields."""
+    made: Any = type(NamedTuple)
+    with pytest.raises(TypeError, match="Empty is made where annotations are no text"):
+        made("Empty", (NamedTuple,), {"__module__": __name__, "__qualname__": "Empty"})
+    for file in Path(memplan.__file__).parent.rglob("*.py"):
+        text = file.read_text()
+        if re.search(r"values import .*\bNamedTuple\b", text):
+            assert "from __future__ import annotations" in text, file
 
 
 def test_fields_are_set_by_place_by_name_and_by_default() -> None:

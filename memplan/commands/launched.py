@@ -15,6 +15,7 @@ from ..plan.fields import by_flag, plan_fields
 from ..plan.library import examples
 from ..plan.read import Flags, ReadPlan, read_plan
 from ..plan.spellings import gpus_called, gpus_named, with_said_at_once
+from ..plan.text import is_there
 from ..values import dataclass, replace
 from .output import beginning
 
@@ -144,7 +145,7 @@ def flags_of_launch(
             found += [name] if (name := recognised(one, variables)) is not None else []
     if found and len(found) == len(given):
         return LaunchFlags(tuple(found), variables, strict, vocab_size, recognised=True)
-    fields = [said for one in given if not Path(one).exists() and (said := _flag_of(one)) is not None]
+    fields = [said for one in given if not is_there(Path(one)) and (said := _flag_of(one)) is not None]
     if fields:
         raise wrong_at("command line", f"{fields[0][0]} is no file: a field of a plan is a flag, {fields[0][1]}")
     if len(given) > 1:
@@ -152,17 +153,17 @@ def flags_of_launch(
         problem = "are no launch files of one job; --compare puts plans side by side"
         problem += f", and a GPU is --gpu {gpus[0]}" if gpus else ""
         locks = [one for one in given if one.endswith((".txt", ".lock"))]
-        missing = [one for one in given if Path(one).suffix[1:].isalpha() and not Path(one).exists()]
+        missing = [one for one in given if Path(one).suffix[1:].isalpha() and not is_there(Path(one))]
         if missing and not gpus and not locks:
             raise wrong_at(missing[0], "no such file")
         of_script = given[0].endswith((".sh", ".bash", ".slurm", ".sbatch")) and not gpus and not locks
-        if of_script and not any(Path(one).exists() for one in given[1:]):
+        if of_script and not any(is_there(Path(one)) for one in given[1:]):
             set_by = " ".join(f"--set {n}={one}" for n, one in enumerate(given[1:], 1))
             problem = f"no file: arguments of a script are given as {given[0]} {set_by}"
             raise wrong_at("command line", f"{' and '.join(given[1:])}: {problem}")
         problem += f", and installed releases are --versions {locks[0]}" if locks else ""
         raise wrong_at("command line", f"{' and '.join(given)} {problem}")
-    missing = [one for one in given if Path(one).suffix in _LAUNCHED and not Path(one).exists()]
+    missing = [one for one in given if Path(one).suffix in _LAUNCHED and not is_there(Path(one))]
     others = {"--set": bool(variables), "--strict": strict, "--explain-args": explain}
     others["--vocab-size"] = vocab_size is not None
     for flag, is_given in others.items():

@@ -303,6 +303,12 @@ def masked_kernel(plan: Plan) -> Literal["", "cudnn", "memory-efficient", "math"
     return "math" if plan.model.head_dim % words else "memory-efficient"
 
 
+def unmasked_scores(plan: Plan) -> bool:
+    """Whether layers without a window keep scores (``sdpa_kernel``) beside others that are handed a mask."""
+    spec = plan.model
+    return plan.masked_kernel != "" and sdpa_kernel(plan) == "math" and any(map(spec.sees_all, range(spec.layers)))
+
+
 def needed(name: str, version: Version) -> Mapping[str, Version]:
     """The lowest releases of other libraries that this one asks for."""
     found: Mapping[str, Version] = {}

@@ -9,12 +9,11 @@ arXiv 2411.19146; Megatron-Core's ``transformer/heterogeneous/heterogeneous_conf
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from ..families import ROOMS as FAMILIES
-from ..values import NamedTuple
 from .errors import PlanError
 from .section import OneOf, Terse
 

@@ -222,6 +222,7 @@ def test_launch_files_side_by_side(folder: Path, capsys: pytest.CaptureFixture[s
         (["args.json", "other.json"], "other.json:1: bf16 = false: is True at args.json:1; give one"),
         (["gpt2-xl-4gpu", "zero3"], "zero3 is no file: a field of a plan is a flag, --zero 3"),
         (["tp=2"], "tp=2 is no file: a field of a plan is a flag, --tp 2"),
+        (["a" * 5000], "is neither a file nor a built-in example"),
         (["args.json", "gpt2-xl-4gpu"], "args.json and gpt2-xl-4gpu are no launch files of one job; --compare puts"),
         (["--from=trainer", "args.json", "zero3.json"], "--from: is given 1x for 2 files"),
         (["missing.sh"], "a.json, which line 1 gives it, is not there or holds no arguments that are read"),

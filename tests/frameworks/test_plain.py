@@ -90,6 +90,26 @@ def test_masks_are_told_with_their_bytes() -> None:
     assert any("the memory-efficient kernel" in one for one in found.assumptions)
 
 
+def test_masks_of_pairs_are_of_both_sequences() -> None:
+    """trl's DPO makes one batch of chosen and rejected sequences: scores are of twice as many as the micro-batch has
+    samples, 2 x 4,096 x 4,096 of 2 bytes."""
+    found = estimate(plan(**MISTRAL | {"layers": 32, "seq": 4096, "trainer": "dpo", "attention": "flash"}))
+    assert any("as scores of 67,108,864 bytes" in one.message for one in found.warnings)
+
+
+def test_in_fp32_some_layers_keep_a_mask_and_others_their_scores() -> None:
+    """Gemma 3's full layers have no mask, so that sdpa is handed 1 head of keys for 4 of queries (``use_gqa_in_sdpa``),
+    which no fused kernel takes in fp32: 4 x 4,096 x 4,096 scores of 4 bytes. The package takes no fp32."""
+    found = estimate(plan(model="gemma-3-1b", layers=26, framework="single", dtype="fp32", seq=4096, attention="flash"))
+    told = {one.code: one.message for one in found.warnings}
+    assert "in layers without a window" in told["scores-kept"]
+    assert "268,435,456 bytes" in told["scores-kept"]
+    assert "--attention flash_attention_2" not in told["masks-kept"]
+    (said,) = (one for one in found.assumptions if "is handed a mask" in one)
+    assert "flash" not in said
+    assert "layers without one run operator by operator" in said
+
+
 def test_layers_without_a_window_are_timed_apart() -> None:
     """Every sixth of Gemma 3's 26 layers sees all tokens, and runs the flash kernel, which computes half of its scores;
     other layers compute all of theirs."""
@@ -105,6 +125,16 @@ def test_layers_without_a_window_are_timed_apart() -> None:
         if isinstance(one, Attention)
     ]
     assert parts == [(True, 1), (False, 0.5)]
+
+
+def test_layers_with_attention_are_timed_apart_from_gated_delta_nets() -> None:
+    """Every fourth of Qwen 3.5's layers, of transformers' code (``Qwen3_5TextConfig.full_attention_interval``)."""
+    made = plan(model="qwen3.5-9b", layers=8, framework="fsdp", gpus=2, seq=512, recompute="full", attention="flash")
+    own = framework("fsdp").time
+    ((work,),), entries = own.stages(made), own.entries(made)
+    assert (work.layers, work.dense, work.dense_recomputed) == (8, 2, 2)
+    scores = [any(isinstance(one, Attention) for one, _ in layer.forward) for layer in (entries.layer, entries.dense)]
+    assert scores == [False, True]
 
 
 def test_ddp_adds_buckets_as_large_as_the_gradients() -> None:

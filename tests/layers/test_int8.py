@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
+from memplan.estimate import estimate
 from memplan.frameworks.fsdp.framework import NO_INTEGERS
 from memplan.layers.quantised import Int8
 from memplan.plan.errors import PlanError
@@ -80,6 +81,14 @@ def test_step_with_int8_weights(case: Case, tmp_path: Path) -> None:
 def test_a_byte_for_each_weight_and_a_scale_for_each_row() -> None:
     assert Int8("bf16").packed_bytes((4096, 11008)) == 4096 * 11008
     assert Int8("bf16").beside((4096, 11008)) == {"scales": 4 * 4096}
+
+
+@pytest.mark.parametrize("model", ["exaone-4.0-32b", "olmo-3-7b"])
+def test_layers_that_hand_on_their_own_input_are_refused(model: str) -> None:
+    """Of EXAONE 4 and OLMo 3 no norm comes before attention: what ``MatMul8bitLt`` keeps is the layer's input."""
+    flags = {"model": model, "layers": "2", "seq": "64", "lora-rank": "8", "lora-targets": "all-linear"}
+    with pytest.raises(PlanError, match=r"quantisation.kind = int8: must be nf4 or fp4 for family"):
+        estimate(read_plan(None, {**flags, "quantisation": "int8"}).plan)
 
 
 def test_fsdp1_refuses_integers() -> None:

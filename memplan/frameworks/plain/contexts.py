@@ -9,9 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...layers.module import Module, Tapes
-from ...tape.events import Drop, Hold, Scope, behind, renamed
+from ...plan.plan import ResolvedPlan
+from ...tape.events import INPUT, Drop, Hold, Scope, behind, renamed
 from ...tape.program import Span
 from ...values import replace
+
+
+def check_contexts(plan: ResolvedPlan, spans: tuple[Span, ...]) -> None:
+    """Refuses contexts that hold what a module is given, as where no norm comes before a layer's first linear ones."""
+    plan.refuse(
+        (
+            "quantisation.kind",
+            any(INPUT in span.module.first.contexts for span in spans),
+            f"must be nf4 or fp4 for family {plan.model.family}: its layers hand linear ones their own input, which "
+            "8-bit ones keep until backward has ended; that is modelled of tensors that a layer makes",
+        ),
+    )
 
 
 def outlived(spans: tuple[Span, ...]) -> tuple[Span, ...]:

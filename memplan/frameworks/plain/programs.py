@@ -46,7 +46,7 @@ from ...tape.program import Program, Span
 from ...values import replace
 from .. import framework
 from . import preferences, returned, trainer
-from .contexts import outlived
+from .contexts import check_contexts, outlived
 from .recipes import (
     EMBEDDED,
     TABLES,
@@ -417,6 +417,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         if plan.loop.mismatched:
             own, keeps = without_graph(plan, shape, options, later), keeps_embedded(shape)
             whole = preferences.scored_before(whole, own, keeps)
+        check_contexts(plan, whole)
         whole = outlived(whole)
         return (_program(plan, shape, 0, whole, options),)
     assert plan.device_map is not None

@@ -49,7 +49,8 @@ class Entries(NamedTuple):
     head: Passes
     """Output layer and loss; before them what predicts further tokens, unless that is apart."""
     dense: Passes = NO_PASSES
-    """A layer with an MLP where others have experts, or without a mask where others' attention has one,"""
+    """A layer with an MLP where others have experts, without a mask where others' attention has one, or with attention
+    where others have gated delta nets,"""
     dense_recomputed: Passes = NO_PASSES
     """and one whose forward pass backward runs again."""
     further: Passes = NO_PASSES
