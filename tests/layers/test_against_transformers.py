@@ -126,14 +126,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 6, "tie_word_embeddings": True},
     ),
     "olmo3-one-key": ("olmo3", OLMO3 | {"num_key_value_heads": 1}),
-    "starcoder2": ("starcoder2", STARCODER2),
-    "starcoder2-dropout-untied-unbiased": (
-        "starcoder2",
-        STARCODER2
-        | {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1, "num_key_value_heads": 6}
-        | {"tie_word_embeddings": False, "use_bias": False, "sliding_window": None, "hidden_act": "gelu_new"},
-    ),
-    "starcoder2-one-key": ("starcoder2", STARCODER2 | {"num_key_value_heads": 1, "residual_dropout": 0.1}),
     "gemma3_text-one-key": ("gemma3_text", GEMMA3 | {"num_key_value_heads": 1}),
     "opt": ("opt", OPT),
     "opt-dropout": ("opt", OPT | {"dropout": 0.1, "attention_dropout": 0.1, "tie_word_embeddings": False}),
@@ -203,6 +195,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next-one-key": ("qwen3_next", DELTA | OPENED | {"linear_num_key_heads": 1, "num_key_value_heads": 1}),
     "deepseek_v3-moonlight-dropout": ("deepseek_v3", DEEPSEEK | {"attention_dropout": 0.1}),
+    "starcoder2": ("starcoder2", STARCODER2),
+    "starcoder2-dropout-untied-unbiased": (
+        "starcoder2",
+        STARCODER2
+        | {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1, "num_key_value_heads": 6}
+        | {"tie_word_embeddings": False, "use_bias": False, "sliding_window": None, "hidden_act": "gelu_new"},
+    ),
+    "starcoder2-one-key": ("starcoder2", STARCODER2 | {"num_key_value_heads": 1, "residual_dropout": 0.1}),
 }
 MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-masked": ("mistral", LLAMA | {"sliding_window": 37}),

@@ -82,6 +82,8 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= LATENT
     if family in ("glm4_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
+    if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0
+        sizes |= {"embedding-dropout": "0.0"}
     return {"model": (FAMILIES | UNTRACED)[family], **sizes}
 
 
