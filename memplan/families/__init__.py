@@ -25,6 +25,7 @@ ROOMS = {
     "gemma3_text": ".gemma3",
     "exaone4": ".exaone4",
     "olmo3": ".olmo3",
+    "starcoder2": ".starcoder2",
     "opt": ".opt",
     "gpt_neox": ".gpt_neox",
     "gptj": ".gptj",

@@ -144,6 +144,7 @@ def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape)
 
 
 def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
+    """``LlamaAttention.forward``; StarCoder 2's has a dropout behind it, while queries, keys and values are there."""
     spec = shape.spec
     q, k, v = projected(r, hidden, shape)
     if shape.turns:
@@ -158,6 +159,7 @@ def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSha
         values = repeated(r, values, spec.heads, "value")
     out, weights = attention(r, Heads(q, seen), keys, values, shared, shape)
     out = linear(r, out, "attention_output", spec.hidden, spec.attention_output_bias)
+    out = ops.dropout(r, out, spec.hidden_dropout, "attention_output_dropout")
     return out, weights
 
 

@@ -39,6 +39,7 @@ TINY: dict[str, str] = {
     "gemma3_text": "gemma-3-4b",
     "exaone4": "exaone-4.0-32b",
     "olmo3": "olmo-3-7b",
+    "starcoder2": "starcoder2-3b",
     "granite": "granite-3.0-2b",
     "granitemoehybrid": "granite-4.0-micro",
     "qwen3_next": "qwen3-next-80b-a3b",

@@ -285,6 +285,7 @@ KNOWN: dict[str, dict[str, int]] = {
     "z3-phi3-recompute": {"+8192": 3, "-8192": 3},
     "z3-granitemoehybrid-recompute": {"+8192": 3, "-8192": 3},
     "z3-gpt_neox-recompute": {"+16384": 3, "-16384": 3},
+    "z3-starcoder2-recompute": {"+16384": 3, "-16384": 3},
     "z3-opt": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
     "z3-opt-recompute": {"+256000": 1, "-256000": 1, "+16384": 6, "-16384": 6},
     "z1-opt": {"+256000": 1, "-256000": 1},
@@ -301,7 +302,7 @@ which is in place where nobody follows storages; so are zeros that Falcon's grad
 
 GROUPED = (
     "z3-adapters", "z3-adapters-all", "z3-adapters-recompute", "z3-deepseek_v3-adapters", "z3-gemma3_text-adapters",
-    "z3-olmo3-adapters",
+    "z3-olmo3-adapters", "z3-starcoder2-adapters",
 )  # fmt: skip
 """Small buckets: a few of what is gathered ahead come in other groups, as many bytes in all."""
 

@@ -120,6 +120,8 @@ OTHERS = (
     Case("exaone4", oracle.Sharding(shards=6)),
     Case("olmo3", oracle.Sharding(shards=3, synced=TWICE)),
     Case("olmo3", oracle.Sharding(shards=6), recompute="full", attention="eager"),
+    Case("starcoder2", oracle.Sharding(shards=3, synced=TWICE)),
+    Case("starcoder2-dropout-untied-unbiased", oracle.Sharding(shards=5, original="bf16"), recompute="full"),
     Case("gemma3_text", oracle.Sharding(shards=3, synced=TWICE)),
     Case("qwen3_5", oracle.Sharding(shards=3, synced=TWICE)),
     Case("qwen3_5-mha-biased-tied", oracle.Sharding(shards=5, original="bf16"), recompute="full"),

@@ -56,6 +56,7 @@ GEMMA3 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 3}
 WINDOWED = UNCAPPED | {"final_logit_softcapping": 30.0, "sliding_window_pattern": 6}
 EXAONE4 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 2, "bos_token_id": 0, "eos_token_id": 0}
 OLMO3 = {**LLAMA, "sliding_window": 160, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+STARCODER2 = {**LLAMA, "sliding_window": 160}
 NO_WINDOW: dict[str, Any] = {
     "sliding_window": None,
     "layer_types": ["full_attention"] * LAYERS,
@@ -194,6 +195,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3_next-one-key": ("qwen3_next", DELTA | OPENED | {"linear_num_key_heads": 1, "num_key_value_heads": 1}),
     "deepseek_v3-moonlight-dropout": ("deepseek_v3", DEEPSEEK | {"attention_dropout": 0.1}),
+    "starcoder2": ("starcoder2", STARCODER2),
+    "starcoder2-dropout-untied-unbiased": (
+        "starcoder2",
+        STARCODER2
+        | {"residual_dropout": 0.1, "embedding_dropout": 0.1, "attention_dropout": 0.1, "num_key_value_heads": 6}
+        | {"tie_word_embeddings": False, "use_bias": False, "sliding_window": None, "hidden_act": "gelu_new"},
+    ),
+    "starcoder2-one-key": ("starcoder2", STARCODER2 | {"num_key_value_heads": 1, "residual_dropout": 0.1}),
 }
 MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-masked": ("mistral", LLAMA | {"sliding_window": 37}),
@@ -203,9 +212,14 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3_text-masked": ("gemma3_text", GEMMA3 | {"sliding_window": 30, "head_dim": 32}),
     "exaone4-masked": ("exaone4", EXAONE4 | {"sliding_window": 30}),
     "olmo3-masked": ("olmo3", OLMO3 | {"sliding_window": 30}),
+    "starcoder2-masked-dropout": (
+        "starcoder2",
+        STARCODER2
+        | {"sliding_window": 30, "attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1},
+    ),
 }
-"""With a sliding window that is no longer than the sequence, where sdpa is handed a mask; of the last three some layers
-have none."""
+"""With a sliding window that is no longer than the sequence, where sdpa is handed a mask; of Gemma 3, EXAONE 4 and
+OLMo 3 some layers have none."""
 EVERY = MODELS | MASKED
 SHAPES = ((1, 64), (2, 128), (3, 37))
 MODES = (("fp32", "eager"), ("bf16", "eager"), ("bf16", "flash"), ("fp32", "flash"))

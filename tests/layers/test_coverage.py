@@ -25,6 +25,7 @@ BASE = {
     "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b", "qwen3_next": "qwen3-next-80b-a3b",
     "glm4_moe_lite": "glm-4.7-flash", "minimax_m2": "minimax-m2", "ministral3": "ministral-3-8b",
     "gemma3_text": "gemma-3-4b", "exaone4": "exaone-4.0-32b", "olmo3": "olmo-3-7b",
+    "starcoder2": "starcoder2-3b",
     "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b",
 }  # fmt: skip
 """A built-in spec of each family, or of one with layers that are all alike."""

@@ -117,6 +117,8 @@ ADAPTED = (
     Adapted("llama4_text-dense-unnormed-dropout", "bf16", "eager", "full", "q_proj,o_proj", 0.1),
     Adapted("olmo3", "bf16", "flash", "none", "all-linear"),
     Adapted("olmo3", "bf16", "eager", "full", "q_proj,v_proj", 0.0),
+    Adapted("starcoder2-dropout-untied-unbiased", "bf16", "flash", "none", "all-linear"),
+    Adapted("starcoder2", "bf16", "eager", "full", "q_proj,c_fc", 0.0),
     Adapted("granitemoehybrid", "bf16", "flash", "full", "all-linear", 0.1, "bf16"),
     Adapted("granitemoehybrid", "bf16", "eager", "none", "q_proj,output_linear", 0.0),
 )

@@ -143,6 +143,7 @@ SIZES |= {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
+    "starcoder2": {**OF_LLAMA, "sliding_window": 16},
     "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
     "granitemoehybrid": {
         **OF_LLAMA,
@@ -245,6 +246,12 @@ CASES: dict[str, Case] = {
     "z3-olmo3-recompute": Case(3, family="olmo3", zero=SMALL_3, recompute=True),
     "z3-olmo3-adapters": Case(3, family="olmo3", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
     "z2-olmo3": Case(2, family="olmo3", zero=SMALL, microbatches=2),
+    "z3-starcoder2": Case(3, family="starcoder2", dtype="fp32", zero=SMALL_3),
+    "z3-starcoder2-recompute": Case(3, family="starcoder2", dtype="fp32", zero=SMALL_3, recompute=True),
+    "z3-starcoder2-adapters": Case(
+        3, family="starcoder2", dtype="fp32", zero=SMALL_3, recompute=True, lora="q_proj,o_proj,c_fc,c_proj"
+    ),
+    "z2-starcoder2": Case(2, family="starcoder2", dtype="fp32", zero=SMALL, microbatches=2),
     "z3-gemma3_text": Case(3, family="gemma3_text", zero=SMALL_3),
     "z3-gemma3_text-recompute": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True),
     "z3-gemma3_text-adapters": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),

@@ -80,7 +80,7 @@ sizes = st.integers(1, 9)
 
 GROUPED = {
     *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
-    *("minimax_m2", "ministral3", "gemma3_text", "exaone4"),
+    *("minimax_m2", "ministral3", "gemma3_text", "exaone4", "starcoder2"),
 }
 """Families with fewer key heads than query heads by default."""
 
@@ -200,6 +200,11 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "exaone4": {"tie_word_embeddings": st.booleans(), "sliding_window_pattern": st.integers(1, 4)},
         "olmo3": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
+        "starcoder2": {
+            "use_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "sliding_window": st.none() | sizes,
+        },
         "gemma3_text": {
             "attention_bias": st.booleans(),
             "tie_word_embeddings": st.booleans(),
@@ -527,9 +532,9 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, "
-        "olmo3, opt, gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, "
-        "deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, "
-        "granite, granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
+        "olmo3, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, "
+        "qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, "
+        "llama4_text, llama4, olmoe, granite, granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

@@ -60,6 +60,7 @@ FAMILIES = {
     "gemma3_text": "gemma-3-4b",
     "exaone4": "exaone-4.0-32b",
     "olmo3": "olmo-3-7b",
+    "starcoder2": "starcoder2-3b",
 }
 UNTRACED = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
 """Families whose kernels a trace does not run."""
@@ -81,6 +82,8 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= LATENT
     if family in ("glm4_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
+    if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0
+        sizes |= {"embedding-dropout": "0.0"}
     return {"model": (FAMILIES | UNTRACED)[family], **sizes}
 
 

@@ -1,0 +1,82 @@
+"""StarCoder 2 (``models/starcoder2/modeling_starcoder2.py``): Llama's attention between GPT-2's norms and MLP, with
+biases everywhere, dropout behind the embedding and behind each block, and one window for all layers."""
+
+from __future__ import annotations
+
+from ..layers import ops
+from ..layers.autograd import Recorder, Tensor
+from ..layers.coverage import LLAMA, reads
+from ..layers.huggingface import LayerShape, Shared, layer_norm
+from ..plan.releases import LIBRARIES
+from ..values import replace
+from .base import Config, Submodules, key
+from .gpt2 import gpt2_mlp
+from .gpt_neox import neox_embedding
+from .llama import KEYS_BUT_BIASES, LLAMA_FAMILY, SUBMODULES, llama_attention
+
+BIASES = key("use_bias", default=True)
+
+
+def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
+    """``Starcoder2DecoderLayer.forward``."""
+    spec = shape.spec
+    residual = hidden
+    hidden = layer_norm(r, hidden, "attention_norm")
+    hidden, _ = llama_attention(r, hidden, shared, shape)
+    hidden = ops.add(r, residual, hidden, "residual_attention")
+    residual = hidden
+    hidden = layer_norm(r, hidden, "mlp_norm")
+    hidden = gpt2_mlp(r, hidden, spec)
+    hidden = ops.add(r, residual, hidden, "residual_mlp")
+    return hidden  # noqa: RET504 - the variable ends its tensor's life
+
+
+STARCODER2 = replace(
+    LLAMA_FAMILY,
+    name="starcoder2",
+    since=LIBRARIES["transformers"].newest,
+    dropout_functions=("attention_dropout", "hidden_dropout", "embedding_dropout"),
+    config=Config(
+        keys={
+            **KEYS_BUT_BIASES,
+            "kv_heads": key("num_key_value_heads", default=2),
+            "positions_max": key("max_position_embeddings", default=4096),
+            "sliding_window": key("sliding_window", default=None),
+            **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), BIASES),
+            "tied_embeddings": key("tie_word_embeddings", default=True),
+            "embedding_dropout": key("embedding_dropout", default=0.0),
+            "hidden_dropout": key("residual_dropout", default=0.0),
+        },
+        constants={"norm": "layernorm", "positions": "rotary"},
+        activation=key("hidden_act", default="gelu_pytorch_tanh"),
+        activations=("gelu", "gelu_new", "gelu_pytorch_tanh"),
+    ),
+    covers={
+        **reads(LLAMA, "embedding_dropout", "hidden_dropout"),
+        "norm": ("layernorm",),
+        "activation": ("gelu", "gelu_new"),
+        "qk_norm": (False,),
+    },
+    kernels=(),
+    layer=layer,
+    embedding=neox_embedding,
+    linear_layers={
+        **{name: LLAMA_FAMILY.linear_layers[name] for name in ("query", "key", "value", "attention_output")},
+        "up": "mlp.c_fc",
+        "down": "mlp.c_proj",
+    },
+    lora_targets=None,
+    registered=("query", "key", "value", "attention_output", "up", "down", "attention_norm", "mlp_norm"),
+    submodules={
+        **SUBMODULES,
+        "layer": Submodules(
+            before_forward={"attention_norm": 1, "query": 1, "up": 1},
+            after_forward={"up": 1},
+            before_backward={"down": 2, "attention_output": 1},
+            after_backward={"down": 1},
+            not_recomputed="attention_norm",
+        ),
+    },
+)
+
+FAMILIES = {"starcoder2": STARCODER2}
