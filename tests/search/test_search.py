@@ -175,7 +175,7 @@ def test_bounds_from_above_and_below(name: str) -> None:
 def test_a_checkpoint_is_bounded_in_every_cut(name: str) -> None:
     """By all that a stage keeps between iterations and the copies that its program makes (``Program.saving``)."""
     whole = replace(space(name, hidden="1024", ffn="4096", vocab="1000", **FEW), mbs=(1,))
-    search, shares = searched(whole, UNLIMITED), list[float]()
+    search, shares = searched(Clock(whole), UNLIMITED), list[float]()
     copying = [point for point in whole if search.needs.saved(point)]
     assert {bool(point.extras) for point in copying} == {True}  # moments in fp32 are saved as they are
     for candidate in [one for point in Random(4).sample(copying, 12) for one in search._points.cut([point])]:
