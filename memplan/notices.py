@@ -10,7 +10,7 @@ from .layers.module import hold_bytes
 from .plan.lora import left_out, named_layers
 from .plan.loss_checks import FUSED
 from .plan.plan import ResolvedPlan
-from .plan.releases import sdpa_kernel, unmasked_scores
+from .plan.releases import sdpa_kernel, takes_package, unmasked_scores
 from .plan.traced_spec import TracedSpec
 from .result import Notice
 from .tape.program import Program
@@ -99,8 +99,8 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     if 2 * layers * size < GIB:
         return
     instead = "--attention flash_attention_2 (needs flash-attn) keeps neither and is faster"
-    if plan.precision.dtype == "fp32":
-        instead = "a 16-bit dtype halves these, and takes flash_attention_2, which keeps neither"
+    if not takes_package(plan):
+        instead = "flash_attention_2, which keeps neither, needs a 16-bit dtype and a GPU from Ampere on"
     yield Notice(
         "masks-kept",
         f"transformers' default attention, sdpa, is handed a mask where sequences have {spec.sliding_window} tokens "

@@ -303,6 +303,13 @@ def masked_kernel(plan: Plan) -> Literal["", "cudnn", "memory-efficient", "math"
     return "math" if plan.model.head_dim % words else "memory-efficient"
 
 
+def takes_package(plan: Plan) -> bool:
+    """Whether flash-attn's kernels run: in 16 bits, from Ampere on (``csrc/flash_attn/flash_api.cpp``, ``mha_fwd``)."""
+    gpu = GPUS.get(plan.hardware.gpu or "")
+    capability = gpu.compute_capability if gpu is not None else None
+    return plan.precision.dtype != "fp32" and (capability is None or capability >= (8, 0))
+
+
 def unmasked_scores(plan: Plan) -> bool:
     """Whether layers without a window keep scores (``sdpa_kernel``) beside others that are handed a mask."""
     spec = plan.model

@@ -19,6 +19,7 @@ from ..plan.errors import PlanError
 from ..plan.lora import ALL_LINEAR, default_targets, last_names
 from ..plan.loss_checks import FUSED
 from ..plan.plan import Plan, ResolvedPlan
+from ..plan.releases import takes_package
 from ..plan.resolve import resolve
 from ..plan.tuning_checks import is_tuned
 from ..result import Verdict
@@ -65,7 +66,7 @@ def proposals(given: Suggestion, limit: int) -> Iterator[Proposal]:
     yield from _fine_tuning(plan)
     if plan.attention == "eager" and search.flash_attention:
         yield Proposal("flash attention", {"attention": "flash"})
-    if plan.masked_kernel:
+    if plan.masked_kernel and takes_package(plan):
         yield Proposal("flash_attention_2 (flash-attn, which has no masks)", {"attention": "flash_attention_2"})
     yield from _expandable_segments(plan)
     yield from _larger_gpus(plan, given.needs)

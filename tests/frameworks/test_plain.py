@@ -35,6 +35,7 @@ def plan(**flags: object) -> Plan:
         ({"recompute": "selective"}, "whole layers"),
         ({"recompute": "full", "recompute_layers": 2}, "uniform with layers 1"),
         ({"dtype": "fp32", "attention": "flash_attention_2"}, "fp16 and bf16 only"),
+        ({"dtype": "fp16", "gpu": "v100-32gb", "attention": "flash_attention_2"}, "a GPU from Ampere on"),
         ({"model": "mistral-7b", "attention": "flash", "seq": 4096, "versions": "transformers=4.52"}, "of before 4.53"),
         (
             {"model": "mistral-7b", "attention": "flash", "seq": 4096, "head_dim": 100},
@@ -88,6 +89,16 @@ def test_masks_are_told_with_their_bytes() -> None:
     told = next(one.message for one in found.warnings if one.code == "masks-kept")
     assert "32 layers keeps a copy of it, 134,217,728 bytes (4.00 GiB together)" in told
     assert any("the memory-efficient kernel" in one for one in found.assumptions)
+
+
+def test_no_package_is_named_where_none_runs() -> None:
+    """``mha_fwd`` of flash-attn: "FlashAttention only supports Ampere GPUs or newer"."""
+    found = estimate(
+        plan(**MISTRAL | {"layers": 16, "seq": 8192, "gpu": "v100-32gb", "dtype": "fp16"} | {"attention": ""})
+    )
+    (said,) = (one.message for one in found.warnings if one.code == "masks-kept")
+    assert "--attention flash_attention_2" not in said
+    assert "from Ampere on" in said
 
 
 def test_masks_of_pairs_are_of_both_sequences() -> None:

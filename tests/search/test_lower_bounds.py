@@ -17,7 +17,7 @@ from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.lower_bounds import EXACT, Growing
+from memplan.search.lower_bounds import EXACT, Growing, Needs
 from memplan.search.space import Space, filled, space_of
 from memplan.tape.events import rounded
 from memplan.values import replace
@@ -130,6 +130,16 @@ def test_a_bound_that_is_enough_is_on_the_same_side(name: str) -> None:
     floor = whole.search.lower_bounds(whole)
     for point, least in zip(points, exact, strict=True):
         assert min(floor(point, enough), enough + 1) == min(least, enough + 1)
+
+
+def test_a_checkpoint_of_a_refused_layout_has_no_bound() -> None:
+    """As its iterations have none: 4 ranks cannot share 2 groups of Mamba heads."""
+    flags = {**HYBRID, "gpus": "8", "gbs": "16", "heads": "8", "kv-heads": "8", "mamba-groups": "2"}
+    base, bounds = read_plan(None, flags).plan, dict[int, float]()
+    needs = Needs(space_of(base, filled(base), {}))
+    for point in needs.space:
+        bounds[point.tp] = max(bounds.get(point.tp, 0), needs.saved(point))
+    assert bounds[4] == 0 < bounds[2]
 
 
 def test_layers_that_are_alike_are_walked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -436,8 +436,11 @@ class _OfStates(LowerBounds):
         return int(self._mean(point, self._needs.states(point)))
 
     def saved(self, point: Point) -> float:
-        states = self._needs.states(point)
-        return self._mean(point, states.saved) if states.copied else 0.0
+        try:
+            states = self._needs.states(point)
+            return self._mean(point, states.saved) if states.copied else 0.0
+        except PlanError:
+            return 0.0  # as in ``__call__``
 
     def _mean(self, point: Point, states: States) -> float:
         key = point.tp, point.ep, point.etp

@@ -288,6 +288,11 @@ def check_flash(plan: ResolvedPlan) -> None:
         ),
         (
             "attention",
+            named != "flash" and _capability(plan) < (8, 0),
+            f"must be sdpa or eager on {plan.hardware.gpu}: the package needs a GPU from Ampere on",
+        ),
+        (
+            "attention",
             spec.head_dim > 256,
             f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}",
         ),
