@@ -105,7 +105,7 @@ def test_masks_of_pairs_are_of_both_sequences() -> None:
     """trl's DPO makes one batch of chosen and rejected sequences: scores are of twice as many as the micro-batch has
     samples, 2 x 4,096 x 4,096 of 2 bytes."""
     found = estimate(plan(**MISTRAL | {"layers": 32, "seq": 4096, "trainer": "dpo", "attention": "flash"}))
-    assert any("as scores of 67,108,864 bytes" in one.message for one in found.warnings)
+    assert any("a copy of it, 67,108,864 bytes" in one.message for one in found.warnings)
 
 
 def test_in_fp32_some_layers_keep_a_mask_and_others_their_scores() -> None:
@@ -116,7 +116,7 @@ def test_in_fp32_some_layers_keep_a_mask_and_others_their_scores() -> None:
     assert "in layers without a window" in told["scores-kept"]
     assert "268,435,456 bytes" in told["scores-kept"]
     assert "--attention flash_attention_2" not in told["masks-kept"]
-    (said,) = (one for one in found.assumptions if "is handed a mask" in one)
+    (said,) = (one for one in found.assumptions if "hand it a mask" in one)
     assert "flash" not in said
     assert "layers without one run operator by operator" in said
 
