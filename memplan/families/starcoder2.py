@@ -1,5 +1,6 @@
 """StarCoder 2 (``models/starcoder2/modeling_starcoder2.py``): Llama's attention between GPT-2's norms and MLP, with
-biases everywhere, dropout behind the embedding and behind each block, and one window for all layers."""
+biases everywhere, dropout behind the embedding and behind each block, and one window for all layers. Megatron-Core's
+GPT is that with options (NeMo, ``collections/llm/gpt/model/starcoder2.py``, ``Starcoder2Config``)."""
 
 from __future__ import annotations
 
