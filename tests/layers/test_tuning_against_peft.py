@@ -121,6 +121,8 @@ ADAPTED = (
     Adapted("starcoder2", "bf16", "eager", "full", "q_proj,c_fc", 0.0),
     Adapted("granitemoehybrid", "bf16", "flash", "full", "all-linear", 0.1, "bf16"),
     Adapted("granitemoehybrid", "bf16", "eager", "none", "q_proj,output_linear", 0.0),
+    Adapted("qwen3_5", "bf16", "flash", "none", "q_proj,v_proj"),
+    Adapted("qwen3_5_moe", "bf16", "eager", "none", "o_proj", 0.0),
 )
 PARTLY = (
     Partly("llama", "bf16", "flash", "none", True, 2),

@@ -139,7 +139,7 @@ def units_of(spans: Sequence[Span], dtype: str, reshard: bool, keeps: bool, igno
         frozen = [one for one in module.parameters if not one.trained]
         kept = _kept(module) if keeps else (0, 0)
         result.append(replace(_unit(name, at, at, frozen, dtype, reshard), kept=kept))
-        if not ignored:
+        if trained and not ignored:
             result.append(_unit(f"{name}/adapters", at, at, trained, dtype, reshard))
     return tuple(result)
 

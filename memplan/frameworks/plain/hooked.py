@@ -227,8 +227,13 @@ def _instances(
     embedding, norm, head = _ends(shape, options, bias_first, loss)
 
     def layer(number: int, ended: frozenset[int] = frozenset()) -> HookedModule:
-        requires_grad = bool(number or embedding.module.first.backward)
-        return _layer(shape.of_layer(number), recompute, options, bias_first, ended, requires_grad)
+        return _layer(shape.of_layer(number), recompute, options, bias_first, ended, number > needed)
+
+    def trains(number: int) -> bool:
+        own = _layer(shape.of_layer(number), recompute, options, bias_first, frozenset(), False)
+        return any(one.trained for one in own.module.parameters)
+
+    needed = -1 if embedding.module.first.backward else next(filter(trains, range(layers)), layers)
 
     made = frozenset(hold.tensor for hold in embedding.module.shares) - {EMBEDDED}
     row, kept = [], frozenset[int]()

@@ -397,8 +397,11 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
         own = shape.of_kind(kind.mixture, kind.turns, kind.linear, kind.window)
         return layer_module(own, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
 
+    def trains(kind: LayerKind) -> bool:
+        return any(one.trained for one in make(kind, frozenset()).parameters)
+
     def kinds(numbers: Iterable[int]) -> Kinds:
-        return kinds_of(plan, options, bool(embedding.first.backward), numbers, later)
+        return kinds_of(plan, options, bool(embedding.first.backward), numbers, trains, later)
 
     everything = _everything(embedding) - {EMBEDDED} - (TABLES if casts_tables(shape, options) else frozenset())
     numbers = range(plan.model.layers) if plan.device_map is None else plan.device_map[min(plan.device_map)]

@@ -12,7 +12,7 @@ from ...tape.events import Drop, Event, Tape, behind
 from ...tape.program import Span
 from ...values import NamedTuple, replace
 from .recipes import EMBEDDED, seen_by_all, unseen
-from .tuned import frozen_layer, trains_layers
+from .tuned import frozen_layer
 
 
 class LayerKind(NamedTuple):
@@ -48,28 +48,31 @@ def kinds_of(
     options: Options,
     from_start: bool,
     numbers: Iterable[int],
+    trains: Callable[[LayerKind], bool],
     later: str = "",
 ) -> Kinds:
     """Those of the layers ``numbers``.
 
     Nothing before the first layer that is trained requires a gradient, unless the embedding's output does:
-    ``from_start``. ``later``: dtype of what a layer leaves to the next one, if not as the embedding gives it.
+    ``from_start``. ``trains``: a layer of that kind has parameters that are trained; adapters of attention leave out
+    layers without any. ``later``: dtype of what a layer leaves to the next one, if not as the embedding gives it.
     """
     numbers = tuple(numbers)
     tuning, ahead = options.tuning, plan.frozen.layers
     frozen = replace(options, tuning=frozen_layer(tuning)) if tuning is not None else options
     masked = plan.masked_kernel != ""
-    first_trained = ahead if tuning is None or trains_layers(plan, tuning) else plan.model.layers
 
-    def kind(i: int) -> LayerKind:
-        requires_grad = tuning is None or from_start or i > first_trained
+    def kind(i: int, requires_grad: bool) -> LayerKind:
         own = frozen if i < ahead else options
         spec = plan.model
         window = not (masked and spec.sees_all(i))
         of_layer = spec.has_experts(i), spec.has_positions(i), spec.is_linear(i), window
         return LayerKind(own, requires_grad, later if i else "", *of_layer)
 
-    return [(same, len(tuple(equal))) for same, equal in groupby(map(kind, numbers))]
+    needed, layers = -1, plan.model.layers
+    if tuning is not None and not from_start:
+        needed = next((i for i in range(ahead, layers) if trains(kind(i, False))), layers)
+    return [(same, len(tuple(equal))) for same, equal in groupby(kind(i, i > needed) for i in numbers)]
 
 
 def layer_row(
