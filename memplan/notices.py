@@ -96,12 +96,14 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     size = hold_bytes((plan.batch.mbs, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
     if 2 * layers * size < GIB:
         return
+    repeated = spec.kv_heads != spec.heads  # no fused kernel takes fewer heads of keys beside a mask
+    both = (", and keys and values once for every query head", "neither") if repeated else ("", "none")
     yield Notice(
         "masks-kept",
         f"transformers' default attention, sdpa, is handed a mask where sequences have {spec.sliding_window} tokens "
         f"(the sliding window) or more: each of {layers} layers keeps a copy of it, {size:,} bytes "
-        f"({layers * size / GIB:.2f} GiB together), and keys and values once for every query head; --attention "
-        "flash_attention_2 (needs flash-attn) keeps neither and is faster",
+        f"({layers * size / GIB:.2f} GiB together){both[0]}; --attention flash_attention_2 (needs flash-attn) keeps "
+        f"{both[1]} and is faster",
     )
 
 
