@@ -98,14 +98,16 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     size = hold_bytes((plan.sequences, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
     if 2 * layers * size < GIB:
         return
-    instead = "--attention flash_attention_2 (needs flash-attn) keeps neither and is faster"
+    repeated = spec.kv_heads != spec.heads  # no fused kernel takes fewer heads of keys beside a mask
+    kept, keeps = (", and keys and values once for every query head", "neither") if repeated else ("", "none")
+    instead = f"--attention flash_attention_2 (needs flash-attn) keeps {keeps} and is faster"
     if not takes_package(plan):
-        instead = "flash_attention_2, which keeps neither, needs a 16-bit dtype and a GPU from Ampere on"
+        instead = f"flash_attention_2, which keeps {keeps}, needs a 16-bit dtype and a GPU from Ampere on"
     yield Notice(
         "masks-kept",
         f"transformers' default attention, sdpa, is handed a mask where sequences have {spec.sliding_window} tokens "
         f"(the sliding window) or more: each of {layers} layers keeps a copy of it, {size:,} bytes "
-        f"({layers * size / GIB:.2f} GiB together), and keys and values once for every query head; {instead}",
+        f"({layers * size / GIB:.2f} GiB together){kept}; {instead}",
     )
 
 

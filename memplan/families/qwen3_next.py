@@ -132,7 +132,7 @@ GATED_DELTA = replace(
     kernels=(),
     lora_targets=None,
     since=LIBRARIES["transformers"].newest,
-    no_zero3="a net reads its convolution's weight outside of that module, where ZeRO-3 gathers it; stages 0 to 2 are",
+    no_zero3="a net reads its convolution's weight outside of that module, where ZeRO-3 gathers it",
     submodules={**SUBMODULES, "layer": replace(SUBMODULES["layer"], own=("numbers",))},
     assumptions=(
         "gated delta nets run the kernels of flash-linear-attention 0.5 (chunk_gated_delta_rule) and causal-conv1d 1.6 "

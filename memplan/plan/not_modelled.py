@@ -18,7 +18,7 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"gemma-?3n", "its layers that share keys and values, each with an embedding; images and sound"),
     (r"whisper|voxtral|wav2vec|hubert|audio|-asr|tts|bark|musicgen", "sound that it reads or makes"),
     (r"^(vit|deit|swin|clip|siglip|dino|sam|convnext|resnet)|stable-?diffusion|sdxl|^sd-?[0-9]|flux", _NO_LANGUAGE),
-    (r"granite-?4(?!\.[12])", "its layers of Mamba-2 beside attention"),
+    (r"granite-?4(?!\.[12]|(\.0)?-(micro|1b|350m))", "its layers of Mamba-2 beside attention"),
     (r"jamba|zamba|bamba|falcon-h1|plamo|samba|hymba", "its layers of Mamba beside attention"),
     (r"falcon-?mamba|^mamba-[0-9]", "its layers of the first Mamba (it has one for those of Mamba-2)"),
     (r"lfm-?2", "its short convolutions beside attention"),

@@ -89,7 +89,10 @@ def test_a_plan_gives_what_the_framework_does_of_itself() -> None:
         ({"zero": "0", "optimizer": "adam8bit"}, "is not supported at stage 0, where parameters are not flat"),
         ({"zero": "2", "optimizer": "adafactor", "offload-optimizer": "cpu"}, "must be adam, adamw, lion or sgd with"),
         ({"zero": "2", "optimizer": "lion", "optimizer-implementation": "bitsandbytes"}, "must be left out for lion"),
-        ({"model": "falcon-7b", "zero": "3"}, "model.family = falcon: is not modelled at stage 3: its linear layers"),
+        (
+            {"model": "falcon-7b", "zero": "3"},
+            "layout.zero = 3: must be 0, 1 or 2 with family falcon: its linear layers",
+        ),
         ({"model": "falcon-7b", "zero": "2", "recompute": "full"}, "must be none for family falcon"),
         ({"zero": "3", "recompute": "full", "recompute-layers": "2"}, "--recompute-layers: recompute.layers = 2: must"),
         ({"zero": "3", "recompute": "full", "recompute-method": "block"}, "recompute.method = block: must be uniform"),

@@ -219,3 +219,15 @@ def test_a_checkpoint_gathers_the_largest_unit(flags: dict[str, str], gathered: 
     one = stage(mbs="2", gbs="4", **flags)
     assert one.static is not None
     assert one.moments["checkpoint"] == one.static + gathered
+
+
+@pytest.mark.parametrize(("more", "refused"), [({}, True), ({"recompute": "full"}, False)])
+def test_adapters_that_begin_behind_the_first_layer(more: dict[str, str], refused: bool) -> None:
+    """Qwen 3.5's first three layers have no ``q_proj``: nothing of them is trained, and they have no backward."""
+    flags = {"model": "qwen3.5-9b", "lora-rank": "8", "lora-targets": "q_proj", "framework": "fsdp", "gpus": "2"}
+    read = read_plan(None, {**flags, "fsdp-version": "1", "seq": "64", **more})
+    if refused:
+        with pytest.raises(PlanError, match="must be in the first layer with fsdp.version 1"):
+            estimate(read.plan)
+    else:
+        assert estimate(read.plan).peak > 0

@@ -121,6 +121,14 @@ def test_in_fp32_some_layers_keep_a_mask_and_others_their_scores() -> None:
     assert "layers without one run operator by operator" in said
 
 
+def test_keys_are_told_to_be_repeated_only_where_they_are() -> None:
+    """OLMo 3 7B has as many heads of keys as of queries."""
+    found = estimate(plan(model="olmo-3-7b", layers=32, framework="single", seq=8192, attention="flash"))
+    told = next(one.message for one in found.warnings if one.code == "masks-kept")
+    assert "24 layers keeps a copy" in told
+    assert "query head" not in told
+
+
 def test_layers_without_a_window_are_timed_apart() -> None:
     """Every sixth of Gemma 3's 26 layers sees all tokens, and runs the flash kernel, which computes half of its scores;
     other layers compute all of theirs."""

@@ -81,7 +81,7 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     if plan.recompute.mode == "full":
         check_recompute(plan.model)
     if known.no_zero3 and zero.stage == 3:
-        raise PlanError("model.family", known.name, f"is not modelled at stage 3: {known.no_zero3}")
+        raise PlanError("layout.zero", 3, f"must be 0, 1 or 2 with family {known.name}: {known.no_zero3}")
     if plan.model.attention_sinks and zero.stage == 3:
         _check_sinks(plan, zero)
     check_settings(plan, zero)

@@ -360,6 +360,12 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     )
     inner = plan.model_copy(update={"framework": "single", "precision": precision, "lora": lora})
     (single,) = plain.programs(without_pass(inner), with_seams(options))
+    if plan.lora.rank is not None and any(not span.module.first.backward for span in single.spans[1:-2]):
+        raise plan.wrong(
+            "lora.targets",
+            "must be in the first layer with fsdp.version 1 and no recompute, whose units without a backward are not "
+            "modelled: name some of its linear layers, or take --fsdp-version 2 or --recompute full",
+        )
     reentrant = bool(plan.recompute.reentrant)
     ahead = not reentrant and given.backward_prefetch == "pre"
     units = units_of(single.spans, compute, given.reshard_after_forward, reentrant, ignored)

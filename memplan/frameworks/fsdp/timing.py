@@ -11,7 +11,7 @@ from ...search.time.host import Host
 from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed
 from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
-from ..plain.timing import PlainTime
+from ..plain.timing import PlainTime, of_second_kind, with_second_kind
 from .stages import partition
 from .titan_experts import cut_of_experts
 from .titan_lora import tuning_of
@@ -49,7 +49,10 @@ class FsdpTime(PlainTime):
 
         dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
         most = next((at for at in range(spec.layers) if spec.has_experts(at)), 0)
-        most = most if tuning is None else spec.layers - 1  # backward of all but the first goes on behind them
+        others = of_second_kind(plan, range(spec.layers))
+        if tuning is not None:  # backward of all but the first goes on behind them
+            most = max({*range(spec.layers)}.difference(others))
+        dense = both(others[-1]) if others else dense
         return Entries(embedding.work, *both(most), norm.work, joined(head.work, loss.work), *dense)
 
     def host(self, plan: ResolvedPlan) -> Host:
@@ -64,7 +67,8 @@ class FsdpTime(PlainTime):
 
         def work(at: int) -> StageWork:
             last = at == total - 1
-            return StageWork(sizes[at], recomputed(plan.recompute, sizes[at]), not at, last, last)
+            own = StageWork(sizes[at], recomputed(plan.recompute, sizes[at]), not at, last, last)
+            return with_second_kind(plan, own, range(edges[at], edges[at + 1]))
 
         return tuple(tuple(work(chunk * pp + stage) for chunk in range(chunks)) for stage in range(pp))
 

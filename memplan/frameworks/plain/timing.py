@@ -21,7 +21,6 @@ from ...trace.fit import Piece
 from ...trace.learned import checked_fit, fit_of
 from ...trace.recording import EMBEDDING, FINAL_NORM, HEAD
 from ...trace.timed import Alike, alike, joined_of
-from .. import framework
 from . import programs, recipes
 from .learned import piece_of, row_of
 
@@ -97,8 +96,8 @@ class PlainTime(FrameworkTime):
         embedding, norm, head = recipes.end_modules(shape, plan.code, options, programs.head_loss(plan))
         normed = norm.work if norm is not None else NO_PASSES
         dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
-        if apart := _apart(plan, range(spec.layers)):
-            dense = both(apart[0])
+        if others := of_second_kind(plan, range(spec.layers)):
+            dense = both(others[0])
         most = next((i for i in range(spec.layers) if spec.has_experts(i)), 0)
         return Entries(embedding.work, *both(most), normed, head.work, *dense)
 
@@ -109,7 +108,7 @@ class PlainTime(FrameworkTime):
         if not plan.model.has_sizes:
             return stages_of(plan)
         ((whole,),) = super().stages(plan)
-        return ((_with_apart(plan, whole, range(plan.model.layers)),),)
+        return ((with_second_kind(plan, whole, range(plan.model.layers)),),)
 
     def rounding(self, plan: ResolvedPlan) -> float:
         """Experts take whole rows each."""
@@ -117,17 +116,14 @@ class PlainTime(FrameworkTime):
         return float(spec.experts > 0 and 2 * plan.batch.seq * spec.expert_top_k % spec.experts > 0)
 
 
-def _apart(plan: ResolvedPlan, layers: Iterable[int]) -> list[int]:
-    """Those of ``layers`` whose attention has no mask, where that of others has one, or that have attention beside
-    gated delta nets; of transformers' code."""
-    own = framework(plan.framework).runs_transformers(plan)
-    differ = own and (plan.masked_kernel or plan.model.linear_interval)
-    return list(filter(plan.model.sees_all, layers)) if differ else []
+def of_second_kind(plan: ResolvedPlan, layers: Iterable[int]) -> list[int]:
+    """Those of ``layers`` whose attention has no mask, where that of others has one, or is beside gated delta nets."""
+    return list(filter(plan.model.sees_all, layers)) if plan.masked_kernel or plan.model.linear_interval else []
 
 
-def _with_apart(plan: ResolvedPlan, work: StageWork, layers: Iterable[int]) -> StageWork:
+def with_second_kind(plan: ResolvedPlan, work: StageWork, layers: Iterable[int]) -> StageWork:
     """Entries of a stage of these ``layers``."""
-    count = len(_apart(plan, layers))
+    count = len(of_second_kind(plan, layers))
     return work._replace(dense=count, dense_recomputed=count if plan.recompute.mode == "full" else 0)
 
 
@@ -144,6 +140,6 @@ class DeviceMapTime(PlainTime):
         def work(at: int) -> StageWork:
             n = len(held[at])
             ends = not at, at == last, at == (0 if tied else last)
-            return _with_apart(plan, StageWork(n, recomputed(plan.recompute, n), *ends), held[at])
+            return with_second_kind(plan, StageWork(n, recomputed(plan.recompute, n), *ends), held[at])
 
         return tuple((work(at),) for at in range(len(held)))

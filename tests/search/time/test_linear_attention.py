@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from memplan.frameworks import framework
 from memplan.layers.gated_delta import Sizes, work_of
+from memplan.layers.work import Attention
 from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.search.time import step_time
 from memplan.search.time import work_of as stages_of
-from memplan.search.time.shape import WITH_DELTA, model_flops, shape_of
+from memplan.search.time.shape import WITH_DELTA, elements, model_flops, shape_of
+
+LORA = {"lora-rank": "8", "lora-targets": "q_proj,v_proj"}
 
 
 def plan(layers: int = 4, **more: Any) -> ResolvedPlan:
@@ -52,3 +56,20 @@ def test_time_is_that_of_each_kind() -> None:
     again = step_time(plan(recompute="selective", recompute_modules="gdn_norm_out"))
     assert 0 < again.recompute < four.compute * 0.05
     assert again.mfu < four.mfu
+
+
+@pytest.mark.parametrize(("code", "adapters"), [("transformers", {}), ("torchtitan", {}), ("transformers", LORA)])
+def test_layers_with_attention_are_timed_apart_from_nets(code: str, adapters: dict[str, str]) -> None:
+    """Qwen 3.5 9B has attention in 8 of 32 layers, and nets in the others; adapters of ``q_proj`` and ``v_proj`` are in
+    those 8 alone: 8 features of 4,096 in, and 2 x 16 heads (with their gates) or 4 heads of 256 features out."""
+    flags = {"model": "qwen3.5-9b", "framework": "fsdp", "fsdp-code": code, "gpus": "8", "gpu": "h100-80gb", **adapters}
+    made = resolve(read_plan(None, {**flags, "seq": "4096"}).plan)
+    own, ((work,),) = framework("fsdp").time, stages_of(made)
+    assert (work.layers, work.dense) == (32, 8)
+    entries = own.entries(made)
+    attention = [
+        any(isinstance(one, Attention) for one, _ in layer.forward) for layer in (entries.layer, entries.dense)
+    ]
+    assert attention == [False, True]
+    if adapters:
+        assert elements(entries, (work,)).trained == 8 * 8 * (4096 + 2 * 16 * 256 + 4096 + 4 * 256)
