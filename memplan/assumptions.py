@@ -108,6 +108,8 @@ def _fused(plan: ResolvedPlan) -> str:
     words = framework(plan.framework).attention_words(plan)
     if plan.masked_kernel and not plan.compile:
         kernel = "cuDNN's kernel" if plan.masked_kernel == "cudnn" else "the memory-efficient kernel"
+        if plan.batch.padding:
+            return PADDED_ATTENTION.format(kernel=kernel)
         return MASKED_ATTENTION.format(window=plan.model.sliding_window, kernel=kernel)
     if words == "math":
         return (
@@ -137,6 +139,14 @@ MASKED_ATTENTION = (
 )
 """transformers' ``masking_utils.py`` (``sdpa_mask``) and ``integrations/sdpa_attention.py``; PyTorch's
 ``aten/src/ATen/native/transformers/attention.cpp`` (``convert_boolean_attn_mask``, ``preprocess_mask``)."""
+
+
+PADDED_ATTENTION = (
+    "attention is transformers' default, sdpa: a batch with padding hands it a mask in every layer, and PyTorch takes "
+    "{kernel} in place of its flash kernel; each layer keeps a copy of the mask in its dtype, and keys and values once "
+    "for every query head, and computes all scores; every batch is padded to the sequence length"
+)
+"""As ``MASKED_ATTENTION``."""
 
 
 CUDNN_ATTENTION = (

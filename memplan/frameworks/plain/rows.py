@@ -58,7 +58,7 @@ def kinds_of(
     numbers = tuple(numbers)
     tuning, ahead = options.tuning, plan.frozen.layers
     frozen = replace(options, tuning=frozen_layer(tuning)) if tuning is not None else options
-    masked = plan.masked_kernel != ""
+    masked = plan.masks_windows
     first_trained = ahead if tuning is None or trains_layers(plan, tuning) else plan.model.layers
 
     def kind(i: int) -> LayerKind:

@@ -118,7 +118,7 @@ class PlainTime(FrameworkTime):
 
 def _unmasked(plan: ResolvedPlan, layers: Iterable[int]) -> list[int]:
     """Those of ``layers`` whose attention has no mask, where that of others has one."""
-    return list(filter(plan.model.sees_all, layers)) if plan.masked_kernel else []
+    return list(filter(plan.model.sees_all, layers)) if plan.masks_windows else []
 
 
 def _with_unmasked(plan: ResolvedPlan, work: StageWork, layers: Iterable[int]) -> StageWork:
