@@ -108,7 +108,7 @@ def _fused(plan: ResolvedPlan) -> str:
     words = framework(plan.framework).attention_words(plan)
     if plan.masked_kernel and not plan.compile:
         kernel = "cuDNN's kernel" if plan.masked_kernel == "cudnn" else "the memory-efficient kernel"
-        if plan.batch.padding:
+        if plan.padded:
             return PADDED_ATTENTION.format(kernel=kernel)
         return MASKED_ATTENTION.format(window=plan.model.sliding_window, kernel=kernel)
     if words == "math":

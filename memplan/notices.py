@@ -94,16 +94,16 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     spec = plan.model
     if isinstance(spec, TracedSpec) or not plan.masked_kernel or plan.recompute.mode == "full":
         return
-    layers = sum(plan.batch.padding or not spec.sees_all(layer) for layer in range(spec.layers))
+    layers = sum(plan.padded or not spec.sees_all(layer) for layer in range(spec.layers))
     size = hold_bytes((plan.batch.mbs, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
     if 2 * layers * size < GIB:
         return
-    package = f"flash_attention_2{' without --padding' * plan.batch.padding} (needs flash-attn)"
+    package = f"flash_attention_2{' without --padding' * plan.padded} (needs flash-attn)"
     when = f"sequences have {spec.sliding_window} tokens (the sliding window) or more"
     yield Notice(
         "masks-kept",
         "transformers' default attention, sdpa, is handed a mask where "
-        f"{'a batch has padding' if plan.batch.padding else when}: each of {layers} layers keeps a copy of it, "
+        f"{'a batch has padding' if plan.padded else when}: each of {layers} layers keeps a copy of it, "
         f"{size:,} bytes ({layers * size / GIB:.2f} GiB together), and keys and values once for every query "
         f"head; --attention {package} keeps neither and is faster",
     )

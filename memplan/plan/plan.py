@@ -102,7 +102,7 @@ class Batch(Section):
     padding: bool = Field(
         False,
         description="sequences of a micro-batch have different lengths and are padded to seq: transformers' sdpa is "
-        "handed a mask in every layer; default: sequences are full",
+        "handed a mask in every layer; nothing changes with mbs 1; default: sequences are full",
     )
 
 
@@ -468,7 +468,12 @@ class Plan(Section):
     @property
     def masks_windows(self) -> bool:
         """That mask is of layers with a sliding window alone, not of all as in a batch with padding."""
-        return self.masked_kernel != "" and not self.batch.padding
+        return self.masked_kernel != "" and not self.padded
+
+    @property
+    def padded(self) -> bool:
+        """Micro-batches have padding: a single sequence has nothing to be padded to."""
+        return self.batch.padding and self.batch.mbs > 1
 
 
 # -- resolved ------------------------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def masked_kernel(plan: Plan) -> Literal["", "cudnn", "memory-efficient", "math"
     mask (``sdp_utils.cpp``, ``check_for_attn_mask``), the others do, in the order of ``priority_order``."""
     window, seq = plan.model.sliding_window, plan.batch.seq
     windowed = window is not None and seq is not None and seq >= window
-    if plan.attention != "flash" or not (windowed or plan.batch.padding):
+    if plan.attention != "flash" or not (windowed or plan.padded):
         return ""
     if prefers_cudnn(plan):
         return "cudnn"
