@@ -133,15 +133,19 @@ def _masked(plan: ResolvedPlan) -> str:
     ``aten/src/ATen/native/transformers/attention.cpp`` (``convert_boolean_attn_mask``, ``preprocess_mask``)."""
     kernel = "cuDNN's kernel" if plan.masked_kernel == "cudnn" else "the memory-efficient kernel"
     runs = f"PyTorch takes {kernel} in place of its flash kernel"
+    when = f"sequences of {plan.model.sliding_window} tokens (the sliding window) or more hand it a mask"
+    layers, tokens = "layer with a window", "no token is padding"
     without = " (flash_attention_2 does none of this)"
+    if plan.padded:
+        when, layers = "a batch with padding hands it a mask in every layer", "layer"
+        tokens, without = "every batch is padded to the sequence length", ""
     if plan.precision.dtype == "fp32":  # which has no flash kernel
         runs, without = f"PyTorch runs {kernel}", ""
         if unmasked_scores(plan):
             without = "; layers without one run operator by operator, and keep scores as such"
     return (
-        f"attention is transformers' default, sdpa: sequences of {plan.model.sliding_window} tokens (the sliding "
-        f"window) or more hand it a mask, and {runs}; each layer with a window keeps a copy of the mask in its dtype, "
-        f"and keys and values once for every query head, and computes all scores{without}; no token is padding"
+        f"attention is transformers' default, sdpa: {when}, and {runs}; each {layers} keeps a copy of the mask in its "
+        f"dtype, and keys and values once for every query head, and computes all scores{without}; {tokens}"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from .device.gpus import GPUS
 from .frameworks import framework
 from .layers.module import hold_bytes
+from .plan.checks import no_padding
 from .plan.lora import left_out, named_layers
 from .plan.loss_checks import FUSED
 from .plan.plan import ResolvedPlan
@@ -32,6 +33,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
             _whole_experts,
             _scores,
             _masks,
+            _padding,
             _traced_masks,
             framework(plan.framework).notices,
             _padded_vocab,
@@ -94,20 +96,43 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     spec = plan.model
     if isinstance(spec, TracedSpec) or not plan.masked_kernel or plan.recompute.mode == "full":
         return
-    layers = sum(not spec.sees_all(layer) for layer in range(spec.layers))
+    layers = sum(plan.padded or not spec.sees_all(layer) for layer in range(spec.layers))
     size = hold_bytes((plan.sequences, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
     if 2 * layers * size < GIB:
         return
     repeated = spec.kv_heads != spec.heads  # no fused kernel takes fewer heads of keys beside a mask
     kept, keeps = (", and keys and values once for every query head", "neither") if repeated else ("", "none")
-    instead = f"--attention flash_attention_2 (needs flash-attn) keeps {keeps} and is faster"
+    package = f"flash_attention_2{' without --padding' * plan.padded}"
+    instead = f"--attention {package} (needs flash-attn) keeps {keeps} and is faster"
     if not takes_package(plan):
         instead = f"flash_attention_2, which keeps {keeps}, needs a 16-bit dtype and a GPU from Ampere on"
+    when = "a batch has padding"
+    if not plan.padded:
+        when = f"sequences have {spec.sliding_window} tokens (the sliding window) or more"
     yield Notice(
         "masks-kept",
-        f"transformers' default attention, sdpa, is handed a mask where sequences have {spec.sliding_window} tokens "
-        f"(the sliding window) or more: each of {layers} layers keeps a copy of it, {size:,} bytes "
-        f"({layers * size / GIB:.2f} GiB together){kept}; {instead}",
+        f"transformers' default attention, sdpa, is handed a mask where {when}: each of {layers} layers keeps a copy "
+        f"of it, {size:,} bytes ({layers * size / GIB:.2f} GiB together){kept}; {instead}",
+    )
+
+
+def _padding(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """What padding would add in a trainer's batches of several sequences, which are taken to be full, where that is
+    half a gibibyte or more: masks, and keys and values repeated, of layers that have none yet."""
+    spec, b, s, dtype = plan.model, plan.batch.mbs, plan.batch.seq, plan.precision.dtype
+    if plan.trainer.loop == "none" or plan.batch.padding or b == 1 or plan.attention != "flash" or no_padding(plan):
+        return
+    layers = sum(not plan.masked_kernel or spec.sees_all(layer) for layer in range(spec.layers))
+    layers = min(layers, 1) if plan.recompute.mode == "full" else layers
+    repeated = 2 * hold_bytes((b, spec.heads - spec.kv_heads, s, spec.head_dim), dtype)
+    size = hold_bytes((b, 1, s, s), dtype) + repeated
+    if 2 * layers * size < GIB:
+        return
+    yield Notice(
+        "padding",
+        f"sequences are taken to be full, as packing makes them: where those of a micro-batch are padded to {s} "
+        f"tokens, sdpa is handed a mask, and a layer's attention keeps {size:,} bytes more (mask, repeated keys and "
+        f"values; {layers * size / GIB:.2f} GiB in what is kept at once); --padding counts it",
     )
 
 

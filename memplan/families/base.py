@@ -197,6 +197,8 @@ class Family:
     of which the package's kernel alone is followed."""
     mask_buffer: bool = False
     """The model has a causal mask of all positions as a buffer."""
+    padded: bool = False
+    """Its masks are compared with transformers' for batches with padding, too."""
     scale_in_embedding: bool = False
     """The embedding multiplies its output itself, by a buffer; else the model does."""
     returns_weights: bool = False

@@ -153,6 +153,7 @@ IN_ORDER = ("query", "query_down", "query_down_norm", "query_up", "key_value_dow
 V2 = replace(
     LLAMA_FAMILY,
     name="deepseek_v2",
+    padded=False,
     config=Config(
         keys={
             **DEEPSEEK,

@@ -122,6 +122,7 @@ GPT_OSS = replace(
     },
     layer=layer,
     embedding=embedding,
+    padded=False,
     norm=norm,
     rotary=rotary,
     tables="half",

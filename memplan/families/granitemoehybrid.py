@@ -70,6 +70,7 @@ GRANITE_4 = replace(
     covers={**GRANITE.covers, "mlp_bias": (False,), "qk_norm": (False,), "sliding_window": (None,)},
     layer=layer,
     embedding=embedding,
+    padded=False,
     takes_positions=lambda r: False,
     kernels=(),
     lora_targets=None,

@@ -243,6 +243,7 @@ LLAMA_FAMILY = Family(
         "down": "mlp.down_proj",
     },
     lora_targets=("q_proj", "v_proj"),
+    padded=True,
     since=(4, 45),
     registered=(*ATTENTION, "gate", "up", "down", "attention_norm", "mlp_norm"),
     submodules=SUBMODULES,

@@ -307,6 +307,7 @@ LLAMA4_TEXT = replace(
     needs=("attention_chunk", "experts"),
     layer=layer,
     embedding=embedding,
+    padded=False,
     mixture=mixture,
     experts_in="feed_forward",
     norm=norm,

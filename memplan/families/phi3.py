@@ -97,6 +97,7 @@ PHI3 = Family(
     covers={**reads(LLAMA, "rotary_fraction", "hidden_dropout"), "qk_norm": (False,)},
     layer=phi3_layer,
     embedding=llama_embedding,
+    padded=True,
     megatron_core=CORE_GPT,
     modules=LLAMA_FAMILY.modules,
     linear_layers={

@@ -127,6 +127,7 @@ GATED_DELTA = replace(
     covers=COVERED,
     needs=("linear_interval",),
     embedding=embedding,
+    padded=False,
     norm=gemma_norm,
     rotary=rotary,
     kernels=(),

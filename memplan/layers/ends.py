@@ -46,17 +46,38 @@ def positions(r: Recorder, s: int, *, summed: bool = True) -> Tensor:
 
 def causal_mask(r: Recorder, shape: LayerShape, *, window: bool = True, packed: bool = True) -> Tensor | None:
     """The additive mask (b, 1, s, s) of eager attention (``masking_utils.py``), or sdpa's of layers with a window that
-    is no longer than the sequence, (1, 1, s, s) bool; flash attention needs none.
+    is no longer than the sequence, (1, 1, s, s) bool, and of all layers with padding, (b, 1, s, s) bool; flash
+    attention needs none.
 
-    ``packed``: packed rows are looked for either way (``find_packed_sequence_indices``), which takes the positions.
-    ``window``: with the spec's, if any.
+    ``packed``: packed rows are looked for either way (``find_packed_sequence_indices``), which takes the positions,
+    unless there is padding. ``window``: with the spec's, if any.
     """
     b, s = shape.b, shape.s
+    if shape.padded:
+        return padded_mask(r, shape, window=window)
     if packed and shape.transformers >= MASKS:
         look_for_packed_rows(r, b, s)
     if shape.flash:
         return allowed_pairs(r, shape, window=True) if window and shape.masked_kernel else None
     return additive_mask(r, shape, allowed_pairs(r, shape, window=window))
+
+
+def padded_mask(r: Recorder, shape: LayerShape, *, window: bool) -> Tensor:
+    """``causal_mask`` of a batch with padding: (b, s) int64 of the collator become bool
+    (``_preprocess_mask_arguments``), and unless a window asks for a mask anyhow, sdpa's looks for zeros among them
+    twice (``_ignore_causal_mask_sdpa``)."""
+    b, s, widest = shape.b, shape.s, shape.spec.sliding_window
+    tokens = r.empty((b, s), "bool", "attention_mask_bool")
+    windowed = window and widest is not None
+    if shape.flash and not (windowed and s >= (widest or 0)):
+        for _ in range(2):
+            count = r.empty((), "int64", "tokens_count")
+            full = r.empty((), "bool", "tokens_full")
+            del count, full
+    allowed = allowed_pairs(r, shape, window=window)
+    mask = allowed if shape.flash else additive_mask(r, shape, allowed)
+    del tokens
+    return mask
 
 
 def additive_mask(r: Recorder, shape: LayerShape, allowed: Tensor) -> Tensor:
@@ -77,11 +98,13 @@ def look_for_packed_rows(r: Recorder, b: int, s: int) -> None:
 
 
 def allowed_pairs(r: Recorder, shape: LayerShape, *, window: bool) -> Tensor:
-    """Which token may look at which (``sdpa_mask``), (1, 1, s, s) bool; a sliding window is one more condition."""
+    """Which token may look at which (``sdpa_mask``), (1, 1, s, s) bool; a sliding window is one more condition, and
+    padding another, with which the result is (b, 1, s, s) (``padding_mask_function``)."""
     b, s = shape.b, shape.s
     pairs = (1, 1, s, s)
     batch, head = r.empty((b,), "int64", "batch_indices"), r.empty((1,), "int64", "head_indices")
     q, k = positions(r, s), positions(r, s)
+    every = r.empty((), "bool", "true") if shape.padded else None
     if shape.spec.sliding_window is None or not window:
         allowed = r.empty(pairs, "bool", "causal_mask_bool")
     else:
@@ -92,6 +115,12 @@ def allowed_pairs(r: Recorder, shape: LayerShape, *, window: bool) -> Tensor:
         before = r.empty(pairs, "bool", "causal_mask_bool")
         allowed = r.empty(pairs, "bool", "sliding_mask_bool")
         del before, windowed
+    if every is not None:
+        earlier = r.empty(pairs, "bool", "earlier_mask_bool")
+        del allowed, every
+        tokens = r.empty((b, 1, 1, s), "bool", "tokens_of_pairs")
+        allowed = r.empty((b, 1, s, s), "bool", "padded_mask_bool")
+        del tokens, earlier
     del batch, head, q, k
     return allowed
 

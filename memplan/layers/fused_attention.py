@@ -179,10 +179,10 @@ MASK_ROW = 8
 
 
 def scores_of(r: Recorder, mask: Tensor | None, q: Tensor, *, aligned: int = 1) -> list[Tensor]:
-    """``mask``, booleans (1, 1, s, keys), as what every head's scores are added to, 0 or -infinity: (b, 1, s, keys) in
-    the dtype of the queries ``q`` (``attention.cpp``, ``convert_boolean_attn_mask``, from PyTorch 2.6; before, an
-    inverted copy of the mask is there meanwhile, which is not counted). Rows that are no multiple of ``aligned`` are
-    copied into longer ones (``pad_bias``)."""
+    """``mask``, booleans (b or 1, 1, s, keys), as what every head's scores are added to, 0 or -infinity:
+    (b, 1, s, keys) in the dtype of the queries ``q`` (``attention.cpp``, ``convert_boolean_attn_mask``, from PyTorch
+    2.6; before, an inverted copy of the mask is there meanwhile, which is not counted). Rows that are no multiple of
+    ``aligned`` are copied into longer ones (``pad_bias``)."""
     if mask is None:
         return []
     *_, rows, keys = mask.shape

@@ -56,7 +56,9 @@ class LayerShape:
     kernel: str = "flash"
     """What sdpa runs without a mask (``releases.sdpa_kernel``),"""
     masked_kernel: str = ""
-    """and of layers with a window, where it is handed one (``releases.masked_kernel``); else empty."""
+    """and of layers that are handed one (``releases.masked_kernel``); else empty."""
+    padded: bool = False
+    """Sequences have padding, by which masks differ from one to the next and are in every layer."""
     window: bool = True
     """The layer has a mask, where some layers' attention has one."""
     expert_ranks: int = 1
@@ -78,7 +80,7 @@ class LayerShape:
     def of_layer(self, number: int) -> LayerShape:
         """Of the layer ``number``, from 0."""
         spec = self.spec
-        window = not (self.masked_kernel and spec.sees_all(number))
+        window = self.padded or not (self.masked_kernel and spec.sees_all(number))
         return self.of_kind(spec.has_experts(number), spec.has_positions(number), spec.is_linear(number), window)
 
     def of_kind(self, mixture: bool, turns: bool, linear: bool, window: bool = True) -> LayerShape:
@@ -155,7 +157,7 @@ class Shared:
     """Tensors that one forward pass makes once and every layer reads."""
 
     mask: Tensor | None = None
-    """Additive mask (b or 1, 1, s, s), sdpa's (1, 1, s, s) of booleans."""
+    """Additive mask (b or 1, 1, s, s), sdpa's (1, 1, s, s) of booleans, with padding (b, 1, s, s)."""
     cos: Tensor | None = None
     sin: Tensor | None = None
     position_ids: Tensor | None = None

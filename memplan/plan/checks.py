@@ -14,7 +14,7 @@ from .environment import REFUSED
 from .errors import ABSENT, PlanError
 from .model_checks import divisors
 from .plan import Plan, ResolvedPlan
-from .releases import LIBRARIES, OLDEST_TORCH, needed, parsed, shown
+from .releases import LIBRARIES, MASKS, OLDEST_TORCH, needed, parsed, release, shown, takes_mask
 from .section import MOST_CHUNKS, FrameworkSection
 from .training_loops import TRAINING_LOOPS, Releases
 
@@ -152,12 +152,38 @@ def check_layout(plan: ResolvedPlan) -> None:
         )
 
 
+def no_padding(plan: ResolvedPlan) -> str:
+    """Why a batch with padding is not modelled, as what follows "must be false"; empty where it is."""
+    older, spec = release(plan, "transformers"), plan.model
+    if not framework(plan.framework).runs_transformers(plan):
+        return f"with {plan.framework}: padding is modelled where transformers' layers run"
+    if not spec.has_sizes or not family(spec.family).padded:
+        return f"for {spec.name}: masks of a batch with padding are not modelled for family {spec.family}"
+    why = {
+        f"with attention {plan.attention}, which takes tokens without padding: choose sdpa or eager": plan.attention
+        not in ("flash", "eager"),
+        f"with heads of {spec.head_dim} features, which no fused kernel takes beside a mask: choose eager": plan.flash
+        and not takes_mask(plan),
+        f"with transformers {shown(older)}: masks of releases before {shown(MASKS)} are not modelled": older < MASKS,
+        "with compile: graphs are learnt without padding": plan.compile,
+        "with a device map: masks of later devices are not modelled": plan.device_map is not None,
+        "with context parallelism, which takes no mask": plan.layout.cp > 1,
+        f"with code {plan.code}": plan.code != "current",
+        "with model.labels: their scores are modelled without padding": spec.labels,
+        f"with trainer.loop {plan.trainer.loop}: padding is modelled in none, transformers and sft": plan.loop.own_loss
+        and plan.loop.reduced != "tokens",
+    }
+    return next((reason for reason, holds in why.items() if holds), "")
+
+
 def check_batch(plan: ResolvedPlan) -> None:
     """Whole micro-batches on every rank, and sequences that the positions reach."""
     batch, layout, model = plan.batch, plan.layout, plan.model
     if batch.multiply_by_visible_gpus:
         what = "several GPUs in one process"
         require(plan, "batch.multiply_by_visible_gpus", True, "false", "several_gpus_of_a_process", what=what)
+    if batch.padding and (why := no_padding(plan)):
+        raise plan.wrong("batch.padding", f"must be false {why}")
     at_once = plan.samples * layout.dp
     if batch.gbs % at_once:
         visible = f" x {plan.hardware.gpus} visible GPUs" if plan.samples > batch.mbs else ""

@@ -188,8 +188,8 @@ NOT_MODELLED: Mapping[str, str] = {
     "--kernels fms is fms-acceleration's set of its kernels",
     **dict.fromkeys(
         ("--packing", "--pack", "--padding-free", "--group-by-length"),
-        "is no flag: rows are taken to be full, as packing fills them (--seq); padding-free rows take "
-        "--attention flash_attention_2",
+        "is no flag: rows are taken to be full, as packing fills them (--seq), unless --padding says otherwise; "
+        "padding-free rows take --attention flash_attention_2",
     ),
     **dict.fromkeys(
         ("--load-in-8bit", "--8bit", "--int8"),

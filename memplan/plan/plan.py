@@ -82,7 +82,7 @@ DEFAULT_SEQ = 4096
 
 
 class Batch(Section):
-    unsaid: ClassVar[frozenset[str]] = frozenset({"decoder_seq"})
+    unsaid: ClassVar[frozenset[str]] = frozenset({"decoder_seq", "padding"})
 
     mbs: Count = Field(1, description="micro-batch size (sequences per forward pass on one rank)")
     gbs: Count | None = Field(None, description="global batch size; default: mbs x dp x pp")
@@ -98,6 +98,11 @@ class Batch(Section):
     multiply_by_visible_gpus: bool = Field(
         False,
         description="the Trainer's DataParallel default: multiply the batch by the number of visible GPUs",
+    )
+    padding: bool = Field(
+        False,
+        description="sequences of a micro-batch have different lengths and are padded to seq: transformers' sdpa is "
+        "handed a mask in every layer; nothing changes with mbs 1; default: sequences are full",
     )
 
 
@@ -459,6 +464,16 @@ class Plan(Section):
         from ..frameworks import framework
 
         return masked_kernel(self) if framework(self.framework).runs_transformers(self) else ""
+
+    @property
+    def masks_windows(self) -> bool:
+        """That mask is of layers with a sliding window alone, not of all as in a batch with padding."""
+        return self.masked_kernel != "" and not self.padded
+
+    @property
+    def padded(self) -> bool:
+        """Micro-batches have padding: a single sequence has nothing to be padded to."""
+        return self.batch.padding and self.batch.mbs > 1
 
 
 # -- resolved ------------------------------------------------------------------------------------------

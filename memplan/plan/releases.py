@@ -290,17 +290,24 @@ FP32_HEAD_MULTIPLE = 4
 
 
 def masked_kernel(plan: Plan) -> Literal["", "cudnn", "memory-efficient", "math"]:
-    """What ``scaled_dot_product_attention`` runs of layers with a sliding window, where it is handed a mask: from
-    sequences as long as the window on (transformers' ``masking_utils.py``, ``_ignore_causal_mask_sdpa``), with heads of
-    keys repeated (``sdpa_attention.py``, ``use_gqa_in_sdpa``); empty where there is none. The flash kernel takes no
+    """What ``scaled_dot_product_attention`` runs where it is handed a mask: in layers with a sliding window from
+    sequences as long as the window on, in all layers where a batch has padding (transformers' ``masking_utils.py``,
+    ``_ignore_causal_mask_sdpa``), with heads of keys repeated (``sdpa_attention.py``, ``use_gqa_in_sdpa``); empty where
+    there is none. The flash kernel takes no
     mask (``sdp_utils.cpp``, ``check_for_attn_mask``), the others do, in the order of ``priority_order``."""
     window, seq = plan.model.sliding_window, plan.batch.seq
-    if plan.attention != "flash" or window is None or seq is None or seq < window:
+    windowed = window is not None and seq is not None and seq >= window
+    if plan.attention != "flash" or not (windowed or plan.padded):
         return ""
     if prefers_cudnn(plan):
         return "cudnn"
+    return "memory-efficient" if takes_mask(plan) else "math"
+
+
+def takes_mask(plan: Plan) -> bool:
+    """Whether heads are whole words of the memory-efficient kernel, which takes masks."""
     words = FP32_HEAD_MULTIPLE if plan.precision.dtype == "fp32" else 2 * FP32_HEAD_MULTIPLE
-    return "math" if plan.model.head_dim % words else "memory-efficient"
+    return not plan.model.head_dim % words
 
 
 def takes_package(plan: Plan) -> bool:
@@ -313,7 +320,7 @@ def takes_package(plan: Plan) -> bool:
 def unmasked_scores(plan: Plan) -> bool:
     """Whether layers without a window keep scores (``sdpa_kernel``) beside others that are handed a mask."""
     spec = plan.model
-    return plan.masked_kernel != "" and sdpa_kernel(plan) == "math" and any(map(spec.sees_all, range(spec.layers)))
+    return plan.masks_windows and sdpa_kernel(plan) == "math" and any(map(spec.sees_all, range(spec.layers)))
 
 
 def needed(name: str, version: Version) -> Mapping[str, Version]:

@@ -66,7 +66,7 @@ def proposals(given: Suggestion, limit: int) -> Iterator[Proposal]:
     yield from _fine_tuning(plan)
     if plan.attention == "eager" and search.flash_attention:
         yield Proposal("flash attention", {"attention": "flash"})
-    if plan.masked_kernel and takes_package(plan):
+    if plan.masked_kernel and not plan.padded and takes_package(plan):
         yield Proposal("flash_attention_2 (flash-attn, which has no masks)", {"attention": "flash_attention_2"})
     yield from _expandable_segments(plan)
     yield from _larger_gpus(plan, given.needs)

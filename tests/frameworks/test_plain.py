@@ -41,6 +41,11 @@ def plan(**flags: object) -> Plan:
             {"model": "mistral-7b", "attention": "flash", "seq": 4096, "head_dim": 100},
             "for heads of 100 features",
         ),
+        ({"padding": "true"}, "not modelled for family gpt2"),
+        ({"model": "llama-3-8b", "padding": "true", "attention": "flash_attention_2"}, "must be false with attention"),
+        ({"model": "llama-3-8b", "padding": "true", "versions": "transformers=4.52"}, "with transformers 4.52"),
+        ({"model": "llama-3-8b", "padding": "true", "framework": "device-map", "gpus": 2}, "device map"),
+        ({"model": "llama-3-8b", "padding": "true", "framework": "megatron"}, "must be false with megatron"),
         ({"dtype": "bf16", "gradients": "fp32"}, "precision.gradients"),
         ({"loss": "adaptive-softmax"}, "loss.kind"),
     ],
@@ -50,6 +55,27 @@ def test_what_has_no_recipe_is_refused_in_one_line(flags: dict[str, object], say
         estimate(plan(**flags))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+LLAMA = {"model": "llama-3-8b", "layers": 8, "dtype": "bf16", "attention": "flash", "mbs": 4, "seq": 2048}
+
+
+@pytest.mark.parametrize(
+    ("framework", "trainer"), [("single", "transformers"), ("ddp", "sft"), ("fsdp", "sft"), ("deepspeed", "sft")]
+)
+def test_padding_keeps_a_mask_and_keys_and_values_of_every_head(framework: str, trainer: str) -> None:
+    """Of 4 sequences of 2,048 tokens in 16 bits a mask has 32 MiB, keys and values of 24 further heads of 128 features
+    48 MiB each: 128 MiB a layer, 1 GiB of 8. A notice of the plan without padding says so. What the step holds further
+    is small: masks of booleans, 16 MiB, the tokens' own, and random numbers' places."""
+    flags = {**LLAMA, "framework": framework, "gpus": 1 if framework == "single" else 64, "trainer": trainer}
+    flags |= {"zero": 2} if framework == "deepspeed" else {}
+    full, padded = estimate(plan(**flags)), estimate(plan(**flags, padding="true"))
+    (told,) = (one.message for one in full.warnings if one.code == "padding")
+    assert "134,217,728 bytes more" in told
+    assert "1.00 GiB in what is kept at once" in told
+    more = padded.stages[0].requested - full.stages[0].requested
+    assert 2**30 <= more < 2**30 + 2**25
+    assert not [one for one in padded.warnings if one.code == "padding"]
 
 
 MISTRAL = {"model": "mistral-7b", "layers": 3, "framework": "single", "dtype": "bf16"}

@@ -236,9 +236,10 @@ class Case:
     attention: str
     recompute: str
     labels: int = 0
+    padded: bool = False
 
     def __str__(self) -> str:
-        classifies = f"-labels-{self.labels}" if self.labels else ""
+        classifies = f"-labels-{self.labels}" if self.labels else "-padded" if self.padded else ""
         return f"{self.model}-{self.b}x{self.s}-{self.dtype}-{self.attention}-recompute-{self.recompute}{classifies}"
 
 
@@ -284,7 +285,21 @@ WITH_MASKS = [
     for dtype in ("bf16", "fp32")
     for recompute in ("none", "full")
 ]
-CASES = [*cases(IN_EVERY_SHAPE), *CLASSIFIERS, *WITH_MASKS]
+SEVERAL = ((2, 64), *SHAPES[1:])
+PADDED = [
+    Case(model, *shape, *setting, padded=True)
+    for at, model in enumerate(
+        model for model, (kind, _) in EVERY.items() if family_of(kind).padded and model not in DROPS_SCORES
+    )
+    for shape, setting in zip(
+        (*SEVERAL[at % 3 :], *SEVERAL[: at % 3]),
+        (("bf16", "flash", "none"), ("fp32", "flash", "full"), ("bf16", "eager", "none")),
+        strict=True,
+    )
+    if setting[1] == "eager" or not family_of(EVERY[model][0]).no_flash
+]
+"""Batches with padding, whose masks are in every layer, of all families that are modelled with it."""
+CASES = [*cases(IN_EVERY_SHAPE), *CLASSIFIERS, *WITH_MASKS, *PADDED]
 IN_EACH_SHAPE = ("gpt2", "llama")
 EACH_TIME: frozenset[Case] = frozenset(
     case
@@ -296,6 +311,10 @@ EACH_TIME: frozenset[Case] = frozenset(
 )
 EACH_TIME |= {case for case in CLASSIFIERS if case.model in ("llama", "bert")}
 EACH_TIME |= {case for at, case in enumerate(WITH_MASKS) if at % 12 in (0, 9)}
+OFTEN_PADDED = ("llama", "mistral-masked", "qwen3", "phi3", "gemma3_text")
+EACH_TIME |= {
+    case for case in PADDED if case.model in OFTEN_PADDED and case.dtype == "bf16" and case.attention == "flash"
+}
 """Two models in everything; of the others every mode once, with recompute and without it in turn. The rest is slow:
 other shapes and the other half of recompute, in which models differ by nothing of their own."""
 
@@ -372,6 +391,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
         "recompute": case.recompute,
         "optimizer": "adamw",
         "labels": str(case.labels),
+        "padding": str(case.padded).lower(),
     }
     plan = resolve(read_plan(None, flags).plan)
     (program,) = plain.programs(plan, Options(accumulates_in_place=False))
@@ -385,6 +405,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
         recompute=recompute,
         accumulates=accumulates,
         labels=case.labels,
+        padded=case.padded,
     )
     beside = 2 if case.labels and plan.model.token_types else 1
     linear = plan.model.is_linear(LAYERS // 2)

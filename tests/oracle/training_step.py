@@ -52,12 +52,13 @@ def traced_step(
     accumulates: bool = False,
     autocast: str | None = None,
     labels: int = 0,
+    padded: bool = False,
 ) -> Step:
     """Traces ``ForCausalLM`` (``ForMaskedLM`` for BERT) of ``config`` on ids (b, s), with AdamW (foreach); with
     ``labels``, ``ForSequenceClassification`` and one label of each sequence.
 
     ``flash`` is transformers' ``sdpa``. With ``accumulates`` an earlier micro-batch has left gradients. ``autocast`` is
-    the dtype of one around the model's call.
+    the dtype of one around the model's call. ``padded`` hands the model an attention mask (b, s) with zeros.
     """
     steps: list[Step] = []
 
@@ -73,6 +74,7 @@ def traced_step(
         ids = of_ids = torch.randint(0, config.vocab_size, (b, s))
         if labels:
             of_ids = torch.randint(0, labels, (b,)) if labels > 1 else torch.rand(b, dtype=DTYPES[dtype])
+        given = {"attention_mask": torch.ones((b, s), dtype=torch.int64)} if padded else {}
         if key in _updates:
             states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(2)]
         else:
@@ -85,7 +87,7 @@ def traced_step(
         gc.collect()
         before, start = trace.live, len(trace.changes)
         with cuda_autocast(autocast):
-            out = model(input_ids=ids, labels=of_ids)
+            out = model(input_ids=ids, labels=of_ids, **given)
         loss = out.loss
         del out
         middle = len(trace.changes)
@@ -101,7 +103,7 @@ def traced_step(
         steps.append(Step(count, before, changes[start:middle], changes[middle:end], _updates[key]))
         trace.changes = []
 
-    with _quiet(), _unpacked():
+    with _quiet(), _unpacked(), _with_zeros():
         run(body)
     return steps[0]
 
@@ -132,6 +134,21 @@ def _unpacked() -> Iterator[None]:
         find(position_ids)
 
     with patch.object(masking_utils, "find_packed_sequence_indices", found_none):
+        yield
+
+
+@contextmanager
+def _with_zeros() -> Iterator[None]:
+    """Attention masks with zeros, which nobody looks for on fake tensors (``is_tracing``), where ``fast_all`` could not
+    see them."""
+    whole = masking_utils.fast_all
+
+    def found_zeros(tensor: torch.Tensor) -> bool:
+        whole(tensor)
+        return False
+
+    zeros = patch.object(masking_utils, "fast_all", found_zeros)
+    with zeros, patch.object(masking_utils, "is_tracing", lambda _: False):
         yield
 
 

@@ -131,7 +131,7 @@ def without_dropout(spec: ModelSpec) -> ModelSpec:
 
 def batch(plan: ResolvedPlan, shape: tuple[int, ...]) -> list[Hold]:
     """What the collator makes beside token ids and labels."""
-    made = [(name, shape) for name in plan.loop.masks]
+    made = [(name, shape) for name in plan.loop.masks or ("attention_mask",) * plan.batch.padding]
     if plan.loop.loss_of == "labels":
         made += [("labels", shape[:1]), *[("token_type_ids", shape)] * bool(plan.model.token_types)]
     return [Hold(0, hold_bytes(one, "int64"), Category.INPUTS, name, one, "int64") for name, one in made]
@@ -139,7 +139,8 @@ def batch(plan: ResolvedPlan, shape: tuple[int, ...]) -> list[Hold]:
 
 def beside(plan: ResolvedPlan, shape: tuple[int, int]) -> list[Hold]:
     """What is held besides, but for a second model."""
-    return [*batch(plan, shape) * plan.microbatches, *generation(plan)]
+    at_once = plan.microbatches if plan.loop.own_loss else 1
+    return [*batch(plan, shape) * at_once, *generation(plan)]
 
 
 def loss_of_reference(loss: HeadLoss) -> HeadLoss:

@@ -146,6 +146,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         torch=parsed(plan.torch) if plan.torch is not None and plan.code != "2020" else CLAMPED_SLICES,
         kernel=sdpa_kernel(plan),
         masked_kernel=plan.masked_kernel,
+        padded=plan.padded,
     )
 
 

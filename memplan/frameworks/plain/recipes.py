@@ -47,7 +47,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
     if spec.causal and not shape.flash:
         mask = outside((shape.b, 1, s, s), dtype, MASK, of_full=not shape.turns)
     elif shape.masked:
-        mask = outside((1, 1, s, s), "bool", MASK)
+        mask = outside((shape.b if shape.padded else 1, 1, s, s), "bool", MASK)
     return Shared(
         mask,
         outside(table, shape.table_dtype, COS) if tables else None,

@@ -60,7 +60,7 @@ def kinds_of(
     numbers = tuple(numbers)
     tuning, ahead = options.tuning, plan.frozen.layers
     frozen = replace(options, tuning=frozen_layer(tuning)) if tuning is not None else options
-    masked = plan.masked_kernel != ""
+    masked = plan.masks_windows
 
     def kind(i: int, requires_grad: bool) -> LayerKind:
         own = frozen if i < ahead else options

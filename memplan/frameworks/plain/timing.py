@@ -118,7 +118,7 @@ class PlainTime(FrameworkTime):
 
 def of_second_kind(plan: ResolvedPlan, layers: Iterable[int]) -> list[int]:
     """Those of ``layers`` whose attention has no mask, where that of others has one, or is beside gated delta nets."""
-    return list(filter(plan.model.sees_all, layers)) if plan.masked_kernel or plan.model.linear_interval else []
+    return list(filter(plan.model.sees_all, layers)) if plan.masks_windows or plan.model.linear_interval else []
 
 
 def with_second_kind(plan: ResolvedPlan, work: StageWork, layers: Iterable[int]) -> StageWork:
