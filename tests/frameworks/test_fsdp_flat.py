@@ -227,7 +227,7 @@ def test_adapters_that_begin_behind_the_first_layer(more: dict[str, str], refuse
     flags = {"model": "qwen3.5-9b", "lora-rank": "8", "lora-targets": "q_proj", "framework": "fsdp", "gpus": "2"}
     read = read_plan(None, {**flags, "fsdp-version": "1", "seq": "64", **more})
     if refused:
-        with pytest.raises(PlanError, match="must be in the first layer with fsdp.version 1"):
+        with pytest.raises(PlanError, match="must be in the first layer"):
             estimate(read.plan)
     else:
         assert estimate(read.plan).peak > 0
