@@ -136,6 +136,7 @@ def _masked(plan: ResolvedPlan) -> str:
     when = f"sequences of {plan.model.sliding_window} tokens (the sliding window) or more hand it a mask"
     layers, tokens = "layer with a window", "no token is padding"
     without = " (flash_attention_2 does none of this)"
+    repeated = ", and keys and values once for every query head" * (plan.model.kv_heads != plan.model.heads)
     if plan.padded:
         when, layers = "a batch with padding hands it a mask in every layer", "layer"
         tokens, without = "every batch is padded to the sequence length", ""
@@ -145,7 +146,7 @@ def _masked(plan: ResolvedPlan) -> str:
             without = "; layers without one run operator by operator, and keep scores as such"
     return (
         f"attention is transformers' default, sdpa: {when}, and {runs}; each {layers} keeps a copy of the mask in its "
-        f"dtype, and keys and values once for every query head, and computes all scores{without}; {tokens}"
+        f"dtype{repeated}, and computes all scores{without}; {tokens}"
     )
 
 
