@@ -93,7 +93,8 @@ def explain(
     with _located(name, read):
         with progress(f"reading {name}") as says:
             found = reports(_told(pieces, name, says))
-        told = explained(found, read.plan if read is not None else None, known)
+        named = read is None or read.chosen_framework is None
+        told = explained(found, read.plan if read is not None else None, known, named=named)
     from ..report.explanation import explanation_to_json, print_explanation
 
     print_either(

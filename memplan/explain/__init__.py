@@ -37,8 +37,10 @@ def explain(message: str | bytes | Iterable[bytes], plan: Plan | None = None, kn
     return explained(reports([pieces] if isinstance(pieces, bytes) else pieces), plan, known)
 
 
-def explained(found: tuple[Reported, ...], plan: Plan | None, known: Measured = NOTHING) -> Explanation:
-    """What the messages of one log were about."""
+def explained(
+    found: tuple[Reported, ...], plan: Plan | None, known: Measured = NOTHING, *, named: bool = True
+) -> Explanation:
+    """What the messages of one log were about. ``named``: the plan says its framework itself."""
     if not found:
         raise PlanError(
             "",
@@ -51,13 +53,13 @@ def explained(found: tuple[Reported, ...], plan: Plan | None, known: Measured = 
     made = Explanation(first, ranks, len(found), told, causes(first, told))
     if plan is None:
         return replace(made, guesses=guesses(first.message, told), wanted=_wanted(first, planned=False))
-    return _with_plan(made, plan, known)
+    return _with_plan(made, plan, known, named)
 
 
-def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
+def _with_plan(made: Explanation, plan: Plan, known: Measured, named: bool) -> Explanation:
     base = _on_gpu_of(plan, made.reported.message)
     estimated = estimate(base, known)
-    estimated = replace(estimated, ways_out=_ways_out(base, estimated, made, known))
+    estimated = replace(estimated, ways_out=_ways_out(base, estimated, made, known, named))
     resolved = resolve(base)
     best, near = _candidates(made, resolved, estimated, known)
     return replace(
@@ -79,19 +81,19 @@ def _with_plan(made: Explanation, plan: Plan, known: Measured) -> Explanation:
     )
 
 
-def _ways_out(plan: Plan, estimated: Estimate, made: Explanation, known: Measured) -> tuple[WayOut, ...]:
+def _ways_out(plan: Plan, estimated: Estimate, made: Explanation, known: Measured, named: bool) -> tuple[WayOut, ...]:
     """What ends it; also where the plan fits by its estimate, although the run died: then what needs as much less as
     the run had and asked for beyond the plan, or at least what it asked for."""
     message = made.reported.message
     if message.of_host or made.clues.phase in ("checkpoint", "loading"):
         return ()
     if estimated.fits is not True or message.request is None:
-        return ways_out(plan, estimated, known)
+        return ways_out(plan, estimated, known, named=named)
     had = message.in_process or message.reserved or message.allocated or 0
     needs = max(stage.headline for stage in estimated.stages)
     short = max(had + message.request - needs, message.request)
     harder = plan.model_copy(update={"headroom": str(estimated.headroom + short)})
-    return ways_out(harder, estimate(harder, known), known)
+    return ways_out(harder, estimate(harder, known), known, named=named)
 
 
 APART = 0.25

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from math import inf
 from time import perf_counter
@@ -217,7 +217,7 @@ EQUALLY_FAST = 0.05
 """A part of a step's time that the time model does not tell apart, where its published median error is not less."""
 
 TRIED = 3
-"""Layouts with most room that are replayed, until one needs no retry."""
+"""Layouts with most room, or of those that need least, that are replayed until one needs no retry."""
 
 
 def _roomiest_first(search: Search, best: list[Suggestion], within: float, gain: int) -> list[Suggestion]:
@@ -278,16 +278,35 @@ def _front(search: Search, best: list[Suggestion]) -> list[Suggestion]:
 
 
 def _smallest(search: Search, top: int) -> list[Suggestion]:
-    """The layout that needs least, if it fits, and the fastest ones beside it."""
-    least = search.smallest(numerics=True)
-    whole = search.estimated(least) if least is not None and least.requested <= search.requestable else None
-    if whole is None or not whole.is_safe:
-        least = search.smallest()
-        if least is None or least.requested > search.requestable:
-            return []
-        whole = search.estimated(least)
+    """The layout that needs least of those that fit, and the fastest ones beside it. Layouts with other numbers come
+    last."""
+    whole = _that_fits(search, numerics=True) or _that_fits(search, numerics=False)
+    if whole is None:
+        return []
     others = [one for one in search.fastest(top) if one.point != whole.point] if top > 1 else []
-    return [whole, *others[: top - 1]] if whole.is_safe else []
+    return [whole, *others[: top - 1]]
+
+
+def _that_fits(search: Search, *, numerics: bool) -> Suggestion | None:
+    """What needs least without a retry, else with some: what requests least need not fit, as a checkpoint may need more
+    than an iteration, and the allocator more than tensors."""
+    retrying = None
+    for one in _from_the_smallest(search, numerics):
+        if one.is_safe and not one.judged.retries:
+            return one
+        retrying = retrying or (one if one.is_safe else None)
+    return retrying
+
+
+def _from_the_smallest(search: Search, numerics: bool) -> Iterator[Suggestion]:
+    """Layouts whose tensors fit and whose checkpoint may, from what requests least on."""
+    but = {one.point for one in search.candidates if search.needs.saved(one.point) > search.requestable}
+    for _ in range(TRIED):
+        least = search.smallest(numerics=numerics, but=but)
+        if least is None or least.requested > search.requestable:
+            return
+        yield search.estimated(least)
+        but.add(least.point)
 
 
 # -- what leaves no layout ---------------------------------------------------------------------------------

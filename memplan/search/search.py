@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 from math import inf
 
@@ -383,11 +383,12 @@ class Search:
                 break
         return front
 
-    def smallest(self, *, numerics: bool = False) -> Suggestion | None:
+    def smallest(self, *, numerics: bool = False, but: Collection[Point] = ()) -> Suggestion | None:
         """The layout whose fullest stage requests least; of several the fastest. ``numerics``: among those that keep
-        the numbers of training."""
+        the numbers of training. ``but``: not among these."""
         best: Suggestion | None = None
         kept = [one for one in self.candidates if one.point.keeps_numerics or not numerics]
+        kept = [one for one in kept if one.point not in but]
         if not self.asked.chooses_cut:
             kept = [one._replace(floor=self.needs.floor(one.point, one.cut)) for one in kept]
         for at, candidate in enumerate(sorted(kept, key=lambda one: (one.floor, one.order))):

@@ -185,8 +185,7 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = T
     whole = [one for one in folded if one.on_another or one.proposed[0] in by_gain]
     kinds = {one.kind: one for one in sorted(whole, key=_least, reverse=True)}
     best = [one for one in sorted(kinds.values(), key=_least)[:WAYS] if one.after.requested < given.requested]
-    less = [one for one in folded if one.after.requested < given.requested]
-    elsewhere = [one for one in less if one.on_another and one not in best]
+    elsewhere = [one for one in folded if one.on_another and one not in best]
     found = found or [one for one in (*best, *elsewhere) if changes.replay(one)]
     if found or changes.retrying:
         return tuple(one.way(given, named=named) for one in _cheapest(found, changes.retrying))

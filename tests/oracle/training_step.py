@@ -103,7 +103,7 @@ def traced_step(
         steps.append(Step(count, before, changes[start:middle], changes[middle:end], _updates[key]))
         trace.changes = []
 
-    with _quiet(), _unpacked(), _with_zeros():
+    with _quiet(), _unpacked(), _with_zeros() if padded else nullcontext():
         run(body)
     return steps[0]
 

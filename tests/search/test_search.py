@@ -206,6 +206,10 @@ def test_what_cannot_be_saved_is_not_replayed(headroom: str) -> None:
     found = search.fastest(1)
     assert [(not one.point.keeps_numerics, one.seconds) for one in found] == sorted(times)[:1]
     assert search.counts().replayed == len(found)
+    needs = [every[point].stages[0].requested for point in fits if point.keeps_numerics]
+    sought.objective = "memory"
+    least = sought.found().best[:1]
+    assert [one.requested for one in least] == sorted(needs)[:1]
 
 
 def test_only_the_first_of_those_that_retry_is_followed() -> None:

@@ -187,6 +187,9 @@ def test_a_way_keeps_a_framework_that_nobody_named(capsys: pytest.CaptureFixture
         main(["estimate", *words, *shlex.split(way["flags"]), "--json"])
         after = json.loads(capsys.readouterr().out)
         assert (after["plan"]["framework"], after["verdict"]) == ("megatron", way["verdict"])
+    assert main(["explain", "CUDA out of memory. Tried to allocate 9.00 GiB", *words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [way["flags"] for way in told["ways_out"]] == [way["flags"] for way in given["ways_out"]]
 
 
 def test_layers_around_experts_are_divided_where_those_fill_the_ranks() -> None:
