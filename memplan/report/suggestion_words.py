@@ -219,7 +219,8 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
     ways = estimate.ways_out
     if not ways:
         return
-    told = "cheapest first" if ways[0].helps else "none is enough; these gain most"
+    none = "another GPU alone is enough; others gain most" if ways[-1].helps else "none is enough; these gain most"
+    told = "cheapest first" if ways[0].helps else none
     yield from spaced(Text.assemble(("Ways out", "bold"), (f": {told}; peaks of the worst moment", FAINT)))
     table = plain_table(folded("change"), folded(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
     for way in ways:

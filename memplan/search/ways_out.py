@@ -151,7 +151,8 @@ class _Tried:
 
 def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = True) -> tuple[WayOut, ...]:
     """For a ``plan`` whose ``estimate`` does not fit, is tight or needs retries: those that make it fit, the cheapest
-    first; where none does, what gains most, another GPU among it. ``named``: the plan says its framework itself."""
+    first; where none does, what gains most, and last another GPU on which it fits as it is. ``named``: the plan says
+    its framework itself."""
     if estimate.capacity is None or not estimate.judged.verdict.is_short:
         return ()
     room = _Room.of(estimate.plan, known)
@@ -185,14 +186,15 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = T
     whole = [one for one in folded if one.on_another or one.proposed[0] in by_gain]
     kinds = {one.kind: one for one in sorted(whole, key=_least, reverse=True)}
     best = [one for one in sorted(kinds.values(), key=_least)[:WAYS] if one.after.requested < given.requested]
-    elsewhere = [one for one in folded if one.on_another and one not in best]
-    found = found or [one for one in (*best, *elsewhere) if changes.replay(one)]
+    found = found or [one for one in best if not one.on_another and changes.replay(one)]
+    elsewhere = [] if found else [one for one in folded if one.on_another and changes.replay(one)][:1]
     if found or changes.retrying:
-        return tuple(one.way(given, named=named) for one in _cheapest(found, changes.retrying))
-    for one in best:
+        return tuple(one.way(given, named=named) for one in _cheapest(found or elsewhere, changes.retrying))
+    here = [one for one in best if not one.on_another]
+    for one in here:
         changes.replay(one, tells_tight=True)
-    best.sort(key=lambda one: one.after.needs)
-    return tuple(one.way(given, named=named) for one in best if one.after.needs < given.needs)
+    here = [one for one in sorted(here, key=lambda one: one.after.needs) if one.after.needs < given.needs]
+    return tuple(one.way(given, named=named) for one in (*here[: WAYS - len(elsewhere)], *elsewhere))
 
 
 def _cheapest(found: Sequence[_Tried], retrying: Sequence[_Tried]) -> list[_Tried]:
