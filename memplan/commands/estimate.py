@@ -457,7 +457,7 @@ def estimated(read: ReadPlan, known: Measured, *, ways: bool = True) -> Estimate
             if ways and found.judged.verdict.is_short:
                 from ..search.ways_out import ways_out
 
-                named = read.chosen_framework is None
+                named = not read.chosen_framework
                 found = replace(found, ways_out=ways_out(read.plan, found, known, named=named))
     except PlanError as error:
         raise read.located(error) from None

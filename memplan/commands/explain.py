@@ -93,7 +93,7 @@ def explain(
     with _located(name, read):
         with progress(f"reading {name}") as says:
             found = reports(_told(pieces, name, says))
-        named = read is None or read.chosen_framework is None
+        named = read is None or not read.chosen_framework
         told = explained(found, read.plan if read is not None else None, known, named=named)
     from ..report.explanation import explanation_to_json, print_explanation
 
