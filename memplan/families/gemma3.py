@@ -3,7 +3,7 @@ with norms of queries and keys, and of every sixth layer, which sees all tokens,
 
 from __future__ import annotations
 
-from ..layers.autograd import Recorder
+from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import LLAMA, reads
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
 from ..layers.huggingface import LayerShape, Shared
@@ -15,8 +15,12 @@ from .llama import ATTENTION, CONSTANTS, KEYS, NORMED_LAST
 
 
 def embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``Gemma3TextModel.forward`` up to the first layer: a mask of each kind, tables of those that are there."""
-    inputs_embeds = r.embedded(scaled(r, word_embeddings(r, shape), shape))
+    """``Gemma3TextModel.forward`` up to the first layer."""
+    return of_both_kinds(r, shape, r.embedded(scaled(r, word_embeddings(r, shape), shape)))
+
+
+def of_both_kinds(r: Recorder, shape: LayerShape, inputs_embeds: Tensor) -> Embedded:
+    """A mask of each kind of layers, with a window and without, and tables of those that are there."""
     position_ids = positions(r, shape.s)
     full = causal_mask(r, shape, window=False)
     mask = causal_mask(r, shape)

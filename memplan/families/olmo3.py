@@ -6,11 +6,12 @@ from __future__ import annotations
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import LLAMA, reads
-from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
+from ..layers.ends import Embedded, word_embeddings
 from ..layers.huggingface import Heads, LayerShape, Shared, attention, linear, rotary_one
 from ..values import replace
 from .base import Config, key
 from .exaone4 import EXAONE4
+from .gemma3 import of_both_kinds
 from .gpt_oss import norm
 from .llama import CONSTANTS, KEYS, NORMED_FIRST, SILU, projected
 
@@ -32,14 +33,8 @@ def own_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape
 
 
 def embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``Olmo3Model.forward`` up to the first layer: a mask of each kind of layers, tables of those that are there."""
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
-    full = causal_mask(r, shape, window=False)
-    mask = causal_mask(r, shape)
-    cos, sin = rotary_tables(r, shape)
-    of_full = rotary_tables(r, shape) if shape.spec.turns_twice else None
-    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full, of_full))
+    """``Olmo3Model.forward`` up to the first layer."""
+    return of_both_kinds(r, shape, r.embedded(word_embeddings(r, shape)))
 
 
 OLMO3 = replace(

@@ -68,8 +68,8 @@ def padded_mask(r: Recorder, shape: LayerShape, *, window: bool) -> Tensor:
     twice (``_ignore_causal_mask_sdpa``)."""
     b, s, widest = shape.b, shape.s, shape.spec.sliding_window
     tokens = r.empty((b, s), "bool", "attention_mask_bool")
-    windowed = window and widest is not None
-    if shape.flash and not (windowed and s >= (widest or 0)):
+    windowed = window and widest is not None and s >= widest
+    if shape.flash and not windowed:
         for _ in range(2):
             count = r.empty((), "int64", "tokens_count")
             full = r.empty((), "bool", "tokens_full")

@@ -311,10 +311,8 @@ def _without_recipe(written: Node, spec: TracedSpec, loaded: tuple[Note, ...]) -
     node, chosen = with_implied(written.with_items({"model": stand_in}))
     plan = validated_plan(node)
     if plan.batch.seq is None and spec.positions_max == NO_LENGTH:
-        problem = (
-            "is missing, and the model's configuration names no maximum sequence length (--seq N); there is no recipe "
-        )
-        problem += f"of it: {spec.reason.partition('; known are')[0]}"
+        missing = "is missing, and the model's configuration names no maximum sequence length (--seq N)"
+        problem = f"{missing}; there is no recipe of it: {spec.reason.partition('; known are')[0]}"
         raise PlanError("batch.seq", ABSENT, problem, origin=Origin(spec.source))
     if plan.batch.seq not in (None, spec.patches) and spec.patches is not None:
         problem = f"must be {spec.patches}: patches of an image that {spec.name} reads, and the token before them"

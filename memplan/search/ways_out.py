@@ -183,17 +183,16 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = T
         starts = [one for one in tried if all(part in by_gain for part in one.proposed)]
         tried = list(islice(changes.on_top_of(starts, others), max(0, folds)))
         folds -= len(tried)
-    whole = [one for one in folded if one.on_another or one.proposed[0] in by_gain]
+    whole = [one for one in folded if one.proposed[0] in by_gain]
     kinds = {one.kind: one for one in sorted(whole, key=_least, reverse=True)}
     best = [one for one in sorted(kinds.values(), key=_least)[:WAYS] if one.after.requested < given.requested]
-    found = found or [one for one in best if not one.on_another and changes.replay(one)]
-    elsewhere = [] if found else [one for one in folded if one.on_another and changes.replay(one)][:1]
+    found = found or [one for one in best if changes.replay(one)]
+    elsewhere = [*islice((one for one in folded if one.on_another and not found and changes.replay(one)), 1)]
     if found or changes.retrying:
         return tuple(one.way(given, named=named) for one in _cheapest(found or elsewhere, changes.retrying))
-    here = [one for one in best if not one.on_another]
-    for one in here:
+    for one in best:
         changes.replay(one, tells_tight=True)
-    here = [one for one in sorted(here, key=lambda one: one.after.needs) if one.after.needs < given.needs]
+    here = [one for one in sorted(best, key=lambda one: one.after.needs) if one.after.needs < given.needs]
     return tuple(one.way(given, named=named) for one in (*here[: WAYS - len(elsewhere)], *elsewhere))
 
 

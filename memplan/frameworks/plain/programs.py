@@ -313,7 +313,7 @@ def check_flash(plan: ResolvedPlan) -> None:
             "must be eager or flash_attention_2 with quantisation.prepared and without autocast: hidden states "
             "are fp32, and what sdpa runs of them is not modelled",
         )
-    if kernel := plan.masked_kernel:
+    if plan.masks_windows:
         window, older = spec.sliding_window or 0, release(plan, "transformers")
         passes = f"for sequences of {seq}: from the sliding window of {window} on transformers passes a mask, which"
         none = f"--seq {window - 1} needs none"
@@ -326,7 +326,7 @@ def check_flash(plan: ResolvedPlan) -> None:
             ),
             (
                 "attention",
-                kernel == "math",
+                plan.masked_kernel == "math",
                 f"must be flash_attention_2 or eager {passes} no fused kernel of PyTorch takes for heads of "
                 f"{spec.head_dim} features; {none}",
             ),
