@@ -260,12 +260,19 @@ def _attention(case: Case, te: Any) -> Made:
     from transformer_engine.pytorch.utils import SplitAlongDim  # type: ignore[import-not-found]
 
     a, g, d = case.heads, case.kv_heads, case.head_dim
+    value = case.value_dim or d
     mask_type = "causal" if case.causal else "padding"
     mask = None if case.causal else torch.empty(case.b, 1, 1, case.s, dtype=torch.bool)
     more: dict[str, Any] = {} if case.window is None else {"window_size": (case.window - 1, 0)}
     more |= {"softmax_type": "learnable"} if case.sinks else {}
     module = te.DotProductAttention(
-        a, d, num_gqa_groups=g, attention_dropout=case.dropout, qkv_format="sbhd", attn_mask_type=mask_type, **more
+        a,
+        (d, value),
+        num_gqa_groups=g,
+        attention_dropout=case.dropout,
+        qkv_format="sbhd",
+        attn_mask_type=mask_type,
+        **more,
     )
     if case.sinks:  # as ``Float16Module`` casts it
         module.softmax_offset = torch.nn.Parameter(torch.empty(a, dtype=torch.bfloat16))
@@ -279,8 +286,8 @@ def _attention(case: Case, te: Any) -> Made:
         module.set_context_parallel_group(group, ranks, MagicMock(), way)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        mixed = x.view(case.s, case.b, g, (a // g + 2) * d)
-        q, k, v = SplitAlongDim.apply(mixed, 3, [a // g * d, d, d])
+        mixed = x.view(case.s, case.b, g, (a // g + 1) * d + value)
+        q, k, v = SplitAlongDim.apply(mixed, 3, [a // g * d, d, value])
         q = q.reshape(case.s, case.b, -1, d)
         if case.rope:
             q, k = (FusedRoPEFunc.apply(one, angles, None, "sbhd", False, None, 1, 0) for one in (q, k))

@@ -32,6 +32,28 @@ Three = tuple[Tensor, Tensor, Tensor]
 def core_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
     """The context (s, b, a d) by the back end that ``shape.attention`` names."""
     q, k, v = arranged(r, q, k, v)
+    if shape.attention == "flash" and v.shape[-1] < q.shape[-1]:
+        narrow = v.shape[-1]
+        v = _padded(r, v, q.shape[-1])
+        return _without_padding(r, _attended(r, q, k, v, shape).view(*q.shape), narrow)
+    return _attended(r, q, k, v, shape)
+
+
+def _padded(r: Recorder, v: Tensor, d: int) -> Tensor:
+    """``_pad_qkv_head_dim``: flash attention 2 takes one head size, so that values get zeros up to that of keys."""
+    size = (*v.shape[:-1], d)
+    done = work.Operator(*2 * ((work.Stream(size_of(size, v.dtype) + size_of(v.shape, v.dtype)),),))
+    return r.empty(size, v.dtype, "value_padded").by(r.node((v,), (), fresh(v, "grad_value"), work=done))
+
+
+def _without_padding(r: Recorder, context: Tensor, d: int) -> Tensor:
+    """``_trim_output``: a copy of the first ``d`` features of each head."""
+    s, b, a, _ = context.shape
+    return ops.contiguous(r, ops.slice_last(r, context, d, "context"), (s, b, a * d), "context_trimmed")
+
+
+def _attended(r: Recorder, q: Tensor, k: Tensor, v: Tensor, shape: CoreShape) -> Tensor:
+    """The context with as many features of a head as ``v`` has."""
     if shape.packed:
         r.saved_outside.add(DOCUMENTS)
     if shape.cp > 1 and shape.attention != "unfused":
@@ -99,7 +121,7 @@ def backend(
     flash_works = (
         flash_installed
         and not sinks
-        and value_dim in (0, head_dim)
+        and (value_dim in (0, head_dim) or te >= te_facts.OLDEST_PADDED_VALUES)
         and te_facts.flash_is_possible(capability, dtype=dtype, head_dim=head_dim)
     )
     possible: dict[CoreAttention, bool] = {"fused": fused_works, "flash": flash_works, "unfused": True}

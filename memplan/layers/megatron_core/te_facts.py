@@ -89,6 +89,10 @@ OLDEST_CONTEXT_PARALLEL = (2, 8)
 """Before it ``context_parallel.py`` keeps keys and values in one stacked tensor, which no recipe covers."""
 
 
+OLDEST_PADDED_VALUES = (2, 17)
+"""Before it flash attention 2 is not for values whose heads are smaller than those of keys
+(``dot_product_attention.py``, ``_pad_qkv_head_dim``, since commit 8a5af978)."""
+
 CONTEXT_PARALLEL_OUTPUT_IN_4D = (2, 15)
 """Before it ``context_parallel.py`` gives (b s, a, d), so that a transposed gradient is copied."""
 

@@ -70,6 +70,8 @@ class Case:
     split: bool | None = None
     """Whether parts of the outputs have adapters of their own: queries, keys and values, or, false, gate and up."""
     overlaps: bool = False
+    value_dim: int = 0
+    """Of each head's values, with latent attention; 0: the heads' size."""
     strided: bool = False
     """Whether the input is a slice of a larger tensor, as keys are of what ``linear_qkv`` gives."""
 
@@ -142,7 +144,8 @@ class Case:
     def input(self) -> tuple[int, ...]:
         """Shape of the module's input on one rank."""
         if self.module == "attention":
-            return (self.s, self.b, (self.heads + 2 * self.kv_heads) * self.head_dim)
+            heads = self.heads + self.kv_heads
+            return (self.s, self.b, heads * self.head_dim + self.kv_heads * (self.value_dim or self.head_dim))
         if self.module == "cross_entropy":
             return (self.s, self.b, 1024 // self.t)
         if self.module == "rope":
@@ -271,6 +274,11 @@ CASES = [
         for communication in WAYS
         for attention in ("flash", "fused")
         for b, rope, groups, cp in ((2, False, 8, 2), (1, True, 4, 4), (2, True, 8, 4))
+    ),
+    *(
+        Case("attention", attention="flash", value_dim=32, b=b, dropout=0.0, cp=cp, communication=way)
+        for b in (1, 2)
+        for cp, way in ((1, WAYS[0]), *((2, way) for way in WAYS))
     ),
     Case("attention", attention="flash", h=1024, s=256),
     Case("attention", attention="flash", h=1024, s=256, rope=True),
@@ -411,6 +419,8 @@ def covered(case: Case, version: Version) -> bool:
         return False
     if case.module == "grouped" and version < (2, 17):  # which take no tensor of rows
         return False
+    if case.value_dim and version < te_facts.OLDEST_PADDED_VALUES:
+        return False
     return (case.cp == 1 and not case.sinks) or version >= te_facts.OLDEST_CONTEXT_PARALLEL
 
 
@@ -498,7 +508,7 @@ def _cross_entropy(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tens
 
 def _attention(r: Recorder, x: Tensor, case: Case, shape: CoreShape) -> Tensor:
     s, b, a, g, d = case.s, case.b, case.heads, case.kv_heads, case.head_dim
-    q, k, v = _split(r, x, [(s, b, a, d), (s, b, g, d), (s, b, g, d)], packed=case.cp == 1)
+    q, k, v = _split(r, x, [(s, b, a, d), (s, b, g, d), (s, b, g, case.value_dim or d)], packed=case.cp == 1)
     if a > g and case.attention == "unfused" and not case.rope:
         q = ops.copied_gradient(r, q, "query")  # a transposed gradient has no view of the group's shape
     if a > g > 1:

@@ -54,6 +54,17 @@ def test_before_hopper_flash_comes_first() -> None:
     assert backend(capability=AMPERE, deterministic=False, flash_installed=False) == "fused"
 
 
+def test_values_of_another_size_are_padded_for_flash_since_2_17() -> None:
+    """DeepSeek's heads, 192 features of keys beside 128 of values: on Ampere cuDNN has no backward of them."""
+    latent: dict[str, Any] = {"head_dim": 192, "value_dim": 128, "dropout": 0.0, "deterministic": False}
+    assert backend(te=(2, 16), capability=AMPERE, **latent) == "unfused"
+    assert backend(capability=AMPERE, **latent) == "flash"
+    assert backend("flash", **latent) == "flash"
+    assert backend(**latent) == "fused"
+    with pytest.raises(PlanError, match=r"is not possible in Transformer Engine 2\.16"):
+        backend("flash", te=(2, 16), **latent)
+
+
 @pytest.mark.parametrize("asked", ["flash", "fused", "unfused"])
 def test_the_back_end_asked_for(asked: str) -> None:
     assert backend(asked) == asked
