@@ -174,15 +174,16 @@ class Megatron(Framework):
         if not (sends or plan.megatron.tp_comm_overlap):
             return ()
         from ...device.facts import Cause
-        from ...layers.megatron_core import flex, user_buffers
+        from ...layers.megatron_core import flex
+        from .communicators import USER_BUFFERS, user_buffers
         from .from_plan import core_shape
 
         shape, causes = core_shape(plan), []
         if (found := flex.outside(shape)) is not None:
             causes.append(Cause("other", found[0], found[1], found[1], flex.SOURCE))
         if plan.megatron.tp_comm_overlap:
-            size = user_buffers.outside(shape)
-            causes.append(Cause("other", "user buffers", size, size, user_buffers.SOURCE))
+            size = user_buffers(shape)
+            causes.append(Cause("other", "user buffers", size, size, USER_BUFFERS))
         return tuple(causes)
 
     def vocab_multiple(self, plan: Plan) -> int:

@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from ...plan.plan import ResolvedLayout
     from .torch_fsdp import TorchFsdp
 
-from .entries import stage_entries
 from .from_plan import core_shape, rules, sharding_of
 from .modules import (
     DECODER,
@@ -71,6 +70,7 @@ from .modules import (
     recompute_groups,
     recomputed,
     role_of,
+    stage_entries,
 )
 
 

@@ -56,9 +56,8 @@ from ...search.time import work_of
 from ...tape.program import Program, fold_program
 from ...values import replace
 from . import programs
-from .entries import stage_entries
 from .from_plan import rules as rules_of
-from .modules import end_module, layer_forward, layers_module, module_shapes
+from .modules import end_module, layer_forward, layers_module, module_shapes, stage_entries
 from .notices import LARGE_MASK, unread_mask
 
 
