@@ -63,8 +63,7 @@ def _what(told: Explanation) -> str:
     """A tensor as a fact only where no other of the plan has the size then; else those that are as likely."""
     about = told.clues.about[0].name if told.clues.about else None
     phase = f" in {_WHEN.get(told.clues.phase, told.clues.phase)}" if told.clues.phase else ""
-    elsewhere = any(cause.code == "another-moment" for cause in told.causes)
-    if elsewhere and about is not None:
+    if any(cause.code == "another-moment" for cause in told.causes) and about is not None:
         return f"what the traceback names, {about}{phase}, which the plan does not have in this size,"
     if told.candidates:
         first, *others = told.candidates

@@ -154,8 +154,7 @@ def _to_json(row: Row) -> dict[str, Any]:
 def print_runs(rows: Sequence[Row], ids: Sequence[str], console: Console) -> None:
     """``ids`` are those of all runs, among which each is to be told by a few characters."""
     put(console, runs_table(rows, ids, console))
-    unreadable = [row for row in rows if isinstance(row, Unreadable)]
-    for row in unreadable:
+    for row in [row for row in rows if isinstance(row, Unreadable)]:
         put(console, Text(), Text.assemble((f"{shortest(row.id, ids)} cannot be read", CAUTION), f": {row.problem}"))
     put(console, Text(), Text("difference: of the estimate from what was measured, on the worst stage", FAINT))
 
@@ -295,8 +294,7 @@ def _categories(record: Record, found: Sequence[Difference], unit: Unit) -> Iter
     table = plain_table(
         Column(f"stage {rank.stage}, rank {rank.rank}"), *map(right, ("measured", "estimated", "difference"))
     )
-    names = dict.fromkeys([*estimated.breakdown, *rank.breakdown])
-    for name in names:
+    for name in dict.fromkeys([*estimated.breakdown, *rank.breakdown]):
         measured, expected = rank.breakdown.get(name, 0), estimated.breakdown.get(name, 0)
         if name not in NOT_COMPARED and (measured or expected):
             table.add_row(

@@ -36,8 +36,7 @@ from .printing import (
 def verdict(told: Compared, failed: Explanation | None) -> Text:
     """One sentence: the run's peak, and how far the plan is from it."""
     run = told.run
-    who = f"GPU {run.device} held {size(run.peak)} of tensors at its peak"
-    text = Text(who, "bold")
+    text = Text(f"GPU {run.device} held {size(run.peak)} of tensors at its peak", "bold")
     if told.stage is not None:
         off = percent(told.planned - run.peak, run.peak)
         text += Text(

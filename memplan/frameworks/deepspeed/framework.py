@@ -64,8 +64,7 @@ class Deepspeed(Framework):
         return named or plan.precision.stored
 
     def check(self, plan: ResolvedPlan) -> None:
-        sums = plan.deepspeed.gradient_accumulation_dtype
-        if sums not in (None, plan.precision.gradients):
+        if plan.deepspeed.gradient_accumulation_dtype not in (None, plan.precision.gradients):
             raise plan.wrong(
                 "deepspeed.gradient_accumulation_dtype",
                 f"must be {plan.precision.gradients}, as precision.gradients: both fields set the same dtype",

@@ -142,8 +142,7 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
             module = layers_module(shapes, own, recomputed=group[0] in again, requires_grad=not leaf)
             leaf = leaf and not module.first.backward
         elif group[0].startswith(DECODER):
-            decoder = t5.decoder_shape(layer_shape)
-            module = layers_module((decoder,), own)
+            module = layers_module((t5.decoder_shape(layer_shape),), own)
         elif group[0] == "mtp":
             own_shape = layer_shape_in(layer_shape, "mtp", keeping, at_once)
             embedded = "embedding" in entries

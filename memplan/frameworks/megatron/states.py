@@ -282,8 +282,7 @@ def _made(parameter: Parameter, rules: Rules) -> Iterator[tuple[tuple[int, Categ
     if parameter.low is None or not parameter.low.parameters:
         yield (parameter.bytes(rules.dtype), own, parameter.name, parameter.shape, rules.dtype), False
         return
-    parts = parameter.low.kept_of_weight(parameter.shape)
-    for at, part in enumerate(parts):
+    for at, part in enumerate(parameter.low.kept_of_weight(parameter.shape)):
         name = f"{parameter.name}_{part.name}"
         stays = at > 0 or parameter.low.recipe == "mxfp8"
         yield (rounded(size_of(part.shape, part.dtype)), own, name, part.shape, part.dtype), stays

@@ -141,8 +141,7 @@ def _built(units: Sequence[Unit], dtype: str, given: TorchFsdp, ids: Iterator[in
         for at, unit in _by_place(units):
             made[at] = whole(unit)
             yield from made[at]
-    order = [*range(1, len(units)), 0]
-    for at in order:
+    for at in [*range(1, len(units)), 0]:
         originals = made[at] if at in made else whole(units[at])
         yield from originals if given.from_host else ()
         for one in units[at].parameters:
