@@ -87,14 +87,9 @@ def part_words(difference: Difference | None) -> str:
     return f"{MINUS if difference.part < 0 else '+'}{figure} %"
 
 
-def percent_words(part: float) -> str:
-    """A tolerance: ``3 %``, ``0.5 %``."""
-    return f"{100 * part:.4g} %"
-
-
 def verdict_words(record: Record, found: tuple[Difference, ...]) -> str:
     """What follows the verdict."""
-    tolerance = percent_words(record.tolerance)
+    tolerance = f"{100 * record.tolerance:.4g} %"
     failures = record.run.failures
     if record.verdict == "failed" and failures:
         first, more = failures[0], len(failures) - 1
