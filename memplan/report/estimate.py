@@ -5,6 +5,7 @@ then what PyTorch cannot see), what was assumed, and, where a request fails, wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
@@ -29,8 +30,7 @@ from .printing import (
     ledger,
     left,
     plain_table,
-    put,
-    put_line,
+    put_report,
     right,
     spaced,
     written_lines,
@@ -288,10 +288,8 @@ def print_estimate(
 ) -> None:
     """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption. ``lines`` are
     those of stages to draw, ``written`` files that were written."""
-    if quiet:
-        put_line(console, verdict(estimate))
-    else:
-        put(console, *estimate_report(estimate, console, verbose, lines), *written_lines(written))
+    report = chain(estimate_report(estimate, console, verbose, lines), written_lines(written))
+    put_report(console, verdict(estimate), report, quiet=quiet)
 
 
 def first_notes(notices: Iterable[Notice]) -> Iterator[Text]:

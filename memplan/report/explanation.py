@@ -30,8 +30,7 @@ from .printing import (
     label,
     left,
     plain_table,
-    put,
-    put_line,
+    put_report,
     right,
     spaced,
     titled,
@@ -113,10 +112,7 @@ def _asked(message: OutOfMemory) -> str:
 
 def print_explanation(told: Explanation, console: Console, *, quiet: bool = False) -> None:
     """Prints ``told``; ``quiet`` only its first sentence."""
-    if quiet:
-        put_line(console, verdict(told))
-    else:
-        put(console, *explanation_report(told))
+    put_report(console, verdict(told), explanation_report(told), quiet=quiet)
 
 
 def explanation_report(told: Explanation) -> Iterator[RenderableType]:

@@ -30,7 +30,7 @@ from .printing import (
     left,
     plain_table,
     put,
-    put_line,
+    put_report,
     right,
     spaced,
     titled,
@@ -214,10 +214,7 @@ LEARNED = {CONTEXT: "CUDA context", NCCL: "NCCL's buffers", WORKSPACES: "cuBLAS 
 
 def print_run(record: Record, console: Console, *, quiet: bool = False) -> None:
     """Prints ``record``; ``quiet`` only the verdict."""
-    if quiet:
-        put_line(console, _verdict(record, differences(record.estimate, record.run)))
-    else:
-        put(console, *run_report(record))
+    put_report(console, _verdict(record, differences(record.estimate, record.run)), run_report(record), quiet=quiet)
 
 
 def _verdict(record: Record, found: tuple[Difference, ...]) -> Text:
