@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..allocator.levels import Line
 from ..allocator.memory import printed
 from ..device.gpus import runtime_of
 from ..plan.notes import FIRST, says_choice
@@ -47,9 +47,6 @@ from .stages import (
     who,
     worst_moment,
 )
-
-if TYPE_CHECKING:
-    from ..allocator.levels import Line
 
 
 def verdict(estimate: Estimate) -> Text:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...plan.plan import ResolvedPlan
-from ..base import PYTORCH_SECTIONS, Framework, Parts, Supports, world
-
-if TYPE_CHECKING:
-    from ...plan.plan import ResolvedPlan
-    from ..base import Communicator
-
+from ..base import PYTORCH_SECTIONS, Communicator, Framework, Parts, Supports, world
 
 COPIES = "DDP with gradient_as_bucket_view=False: buckets are a second copy of the gradients"
 VIEWS = (

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from ...device.facts import Cause
 from ...plan.megatron_layout import stages, times
-from ..base import SHARDED, Framework, Parts, Supports
-
-if TYPE_CHECKING:
-    from ...device.facts import Cause
-    from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute, ResolvedPlan
-    from ...plan.section import Dtype
-    from ..base import Adaptable
-
+from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute, ResolvedPlan
+from ...plan.section import Dtype
+from ..base import SHARDED, Adaptable, Framework, Parts, Supports
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
 from .memory_rules import CHAIN, COMPARED
 from .rules import RULES
