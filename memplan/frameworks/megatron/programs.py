@@ -28,7 +28,7 @@ from ...layers.megatron_core import (
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Module, Options, Parameter, hold_bytes
 from ...plan.errors import PlanError
-from ...plan.plan import Pipeline, Recompute, ResolvedLayout, ResolvedPlan
+from ...plan.plan import Pipeline, Recompute, ResolvedPlan
 from ...schedules.megatron_beside_fold import BesideOrder
 from ...schedules.megatron_fold import MegatronOrder, graphed_in_flight
 from ...schedules.megatron_schedule import Schedule, schedule
@@ -47,6 +47,7 @@ from .states import Rules, keep, saved
 from .workspaces import Contents, Libraries, contents_of, copies_of, with_static, workspaces_of
 
 if TYPE_CHECKING:
+    from ...plan.plan import ResolvedLayout
     from .torch_fsdp import TorchFsdp
 
 from .from_plan import core_shape, rules, sharding_of
