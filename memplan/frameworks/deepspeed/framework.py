@@ -22,6 +22,7 @@ class Deepspeed(Framework):
         ".searching:DeepspeedSearch",
         ".timing:DeepspeedTime",
         ".validating:DeepspeedRunning",
+        programs=".engine:programs",
         notices=".notices:notices",
         assumptions=".notices:assumptions",
     )
