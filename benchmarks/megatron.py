@@ -17,7 +17,7 @@ from typing import Any
 from memplan.estimate import estimate
 from memplan.formats.megatron.context import Family
 from memplan.frameworks.megatron import programs
-from memplan.frameworks.megatron.entries import stage_entries
+from memplan.frameworks.megatron.modules import stage_entries
 from memplan.layers.module import Options
 from memplan.plan.plan import Plan, ResolvedPlan
 from memplan.plan.resolve import resolve

@@ -8,21 +8,29 @@ An entry that is not there yet comes of PyTorch's own way, but for what takes mo
 tensors, not the same in Python), operators element by element whose tensors are alike, and lists of tensors in place.
 Calls with symbolic sizes, real or sparse tensors, constants, other subclasses or a proxy take PyTorch's way, as
 everything does in another release than the one that this was read in.
+
+Modes are wrapped so that Dynamo does not look into them (``torch/_compile.py``, ``_disable_dynamo``): where Dynamo sees
+nothing anyway, they run without.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
 import torch._dynamo.eval_frame
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _C: Any = torch._C
 _slow: Any = FakeTensorMode.__torch_dispatch__
 _dispatch: Any = FakeTensorMode._dispatch_impl
+_disable_dynamo: Any = torch._disable_dynamo
+_callback: Any = _C._dynamo.eval_frame.get_eval_frame_callback
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _OTHERWISE = {*fake_tensor._DISPATCH_META_HANDLERS, *fake_tensor._DISPATCH_HANDLE_DIRECTLY}
 _PROXY = _C._TorchDispatchModeKey.PROXY
@@ -236,8 +244,35 @@ def _fast(self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: A
     return _made(self, entry.output_infos[0], func, args)
 
 
+def _unseen(dispatch: Any, wrapped: Any) -> Any:
+    """``dispatch`` of a mode, ``wrapped`` so that Dynamo does not look into it: as it is where Dynamo sees nothing."""
+
+    @wraps(dispatch)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        return (dispatch if _callback() is None else wrapped)(*args, **kwargs)
+
+    torch._dynamo.eval_frame.skip_code(inner.__code__)
+    return inner
+
+
+def _disable(fn: Any = None, recursive: bool = True) -> Any:
+    wrapped = _disable_dynamo(fn, recursive)
+    return _unseen(fn, wrapped) if getattr(fn, "__name__", "") == "__torch_dispatch__" else wrapped
+
+
+def _modes(kind: type) -> Iterator[type]:
+    for one in kind.__subclasses__():
+        yield one
+        yield from _modes(one)
+
+
 def shorten() -> None:
     """From here on, modes of this process take the shorter way."""
     for function in (_fast, _key, _add, _kept, _made, _fake, _short, _like, _is_alike, _is_in_order):
         torch._dynamo.eval_frame.skip_code(function.__code__)
     FakeTensorMode.__torch_dispatch__ = _fast  # type: ignore[method-assign]
+    for mode in _modes(TorchDispatchMode):
+        wrapped = vars(mode).get("__torch_dispatch__")
+        if hasattr(wrapped, "__wrapped__"):
+            mode.__torch_dispatch__ = _unseen(wrapped.__wrapped__, wrapped)  # type: ignore[attr-defined]
+    torch._disable_dynamo = _disable

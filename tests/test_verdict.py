@@ -11,13 +11,14 @@ from memplan.allocator.limited import LimitedRank, replay_within
 from memplan.allocator.memory import DeviceMemory, OutOfMemoryError
 from memplan.allocator.passes import passes
 from memplan.allocator.replay import replay
-from memplan.estimate import allocator_settings, estimate, judge, programs_of
+from memplan.estimate import allocator_settings, estimate, programs_of
 from memplan.layers.module import Options
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.report.estimate import verdict
 from memplan.result import Estimate, Judged, Verdict, worst
 from memplan.tape.program import Program
+from memplan.verdict import judge
 
 MIB, GIB = 1 << 20, 1 << 30
 SMALL = {"model": "gpt2", "layers": "3", "seq": "512", "framework": "single", "dtype": "bf16", "gbs": "2"}

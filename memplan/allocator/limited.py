@@ -184,8 +184,7 @@ class _LimitedRun(Run):
     def _fails(self, error: OutOfMemoryError, phase: str, module: str, tensor: str, microbatch: int | None) -> NoReturn:
         held = error.allocated, error.reserved
         what = phase, module, tensor, microbatch, error.size, error.tried
-        failure = Failure(self.moment, *what, *held, self.iteration)
-        raise _FailedError(failure) from error
+        raise _FailedError(Failure(self.moment, *what, *held, self.iteration)) from error
 
 
 class _FailedError(Exception):

@@ -104,8 +104,7 @@ class _Chunk:
         frame = self._opened(what, microbatch, events)
         within = sorted([one for one in amid if one[0]], key=itemgetter(0)) if amid else ()
         if within:
-            places = tuple(at for at, _ in within)
-            first, *others = pieces(events, places)
+            first, *others = pieces(events, tuple(at for at, _ in within))
             rank.run(first, frame)
             for (at, take), piece in zip(within, others, strict=True):
                 take()

@@ -112,8 +112,7 @@ def _alternatives(
 ) -> list[Word]:
     """What stands between the braces at ``start`` and ``end``; nothing where they are no such braces."""
     if commas:
-        ends = [start, *commas, end]
-        several = (tuple(signs[a + 1 : b]) for a, b in pairwise(ends))
+        several = (tuple(signs[a + 1 : b]) for a, b in pairwise([start, *commas, end]))
         return [one for part in several for one in braces_expanded(part, budget, depth + 1)]
     between = signs[start + 1 : end] if end - start < _LONGEST else []
     match = _RANGE.fullmatch("".join(map(_plain, between))) if all(map(_plain, between)) else None
@@ -301,8 +300,7 @@ class _Parser(WordReader):
     def _loop(self) -> Command:
         origin = self._origin()
         until = self._take("while", "until") == "until"
-        condition = self.body(frozenset({"do"}))
-        return Loop(until, condition, self._do(), origin)
+        return Loop(until, self.body(frozenset({"do"})), self._do(), origin)
 
     def _do(self) -> Body:
         self._take("do")

@@ -265,7 +265,7 @@ class Shell:
             return self.expansion.number(command.expression)
         name, step, operator, expression = update.groups()
         expression = f"{name}{step[0]}1" if step else f"{name}{operator}({expression})" if operator else expression
-        number = self.expansion.number(_literal(expression, command.origin))
+        number = self.expansion.number((Literal(expression, True, command.origin),))
         if isinstance(number, int):
             self.variables.assign(name, (Piece(str(number), command.origin),))
         return number
@@ -417,7 +417,3 @@ class Shell:
         with self._called(words[1:] or self.variables.positional):
             self.follow_file(cleaned(found[0]), found[1])
         return True
-
-
-def _literal(expression: str, origin: Origin) -> tuple[Literal, ...]:
-    return (Literal(expression, True, origin),)

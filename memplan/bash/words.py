@@ -132,8 +132,7 @@ class WordReader(ABC):
 
     def _double_quotes(self, parts: list[Part], origin: Origin) -> None:
         self.at += 1
-        inner = self.quoted_text('"')
-        parts.extend(inner or (Literal("", True, origin),))
+        parts.extend(self.quoted_text('"') or (Literal("", True, origin),))
         if not self._skips('"'):
             raise ScriptError('ends inside a quotation: a " is missing', origin)
 

@@ -75,8 +75,7 @@ def with_framework_of(to: str | None, plan: list[str] | None, launch: LaunchFlag
     if to is None or plan or launch.formats or "framework" in given:
         return given
     names = {one.configuration: one.name for one in frameworks()}
-    found = STAND_FOR.get(to, {"framework": names[to]} if to in names else {})
-    return {**found, **given}
+    return {**STAND_FOR.get(to, {"framework": names[to]} if to in names else {}), **given}
 
 
 def _exported(read: ReadPlan, to: str | None) -> Exported:

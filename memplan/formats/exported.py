@@ -144,8 +144,7 @@ def settled(plan: ResolvedPlan) -> ResolvedPlan:
 
 def flag_words(name: str, value: str | tuple[str, ...]) -> list[str]:
     """The flag ``name`` with its value, as words of a command line."""
-    field = by_flag()[name]
-    if field.kind is Kind.SWITCH:
+    if by_flag()[name].kind is Kind.SWITCH:
         return [f"--{name}" if value == "true" else f"--no-{name}"]
     values = (value,) if isinstance(value, str) else value
     return [word for one in values for word in ([f"--{name}={one}"] if one.startswith("-") else [f"--{name}", one])]

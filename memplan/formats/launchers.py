@@ -408,8 +408,7 @@ def _no_training(reading: Reading, source: str) -> PlanError:
             if unknowns and unknowns[0].ask and len(text(word)) == 1 and not text(before).startswith("-"):
                 return wrong_at(unknowns[0].origin, f"starts no training that can be read: {unknowns[0].why}")
     for started in reading.started:
-        words = [text(word) for word in started.words]
-        pairs = [*pairwise(words)]
+        pairs = [*pairwise([text(word) for word in started.words])]
         if _PREFERENCES in pairs:
             return wrong_at(
                 started.origin, "starts ms-swift's training on preferences under Megatron, which is not modelled"

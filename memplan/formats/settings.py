@@ -251,8 +251,7 @@ def read_rows(rows: Iterable[Row], reader: Reader) -> None:
         elif row.read is not None:
             row.read(reader)
         elif (node := _read(row, reader)) is not None:
-            used = next(filter(reader.settings.has, row.names), row.name)
-            reader.building.put(row.path, node, used)
+            reader.building.put(row.path, node, next(filter(reader.settings.has, row.names), row.name))
 
 
 def _read(row: Row, reader: Reader) -> Node | None:

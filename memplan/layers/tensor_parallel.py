@@ -251,7 +251,7 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
     total = reduced(r, picked, "label_log_probability_reduced")
     result = r.empty(n, dtype, "negative_log_likelihood")
     result = chosen("negative_log_likelihood_counted", n, dtype)
-    weight = _total_weight(r, n, dtype)
+    weight = r.in_turn((n, "bool", "label_counted"), ((), "int64", "labels_counted"), ((), dtype, "total_weight"))
     summed = r.empty((), dtype, "loss_sum")
     out = r.empty((), dtype, "loss")
     del summed, result, safe, local, picked, total
@@ -261,10 +261,6 @@ def nll_loss(r: Recorder, x: Tensor, labels: Tensor) -> Tensor:
     work = Operator((Exchange("all-reduce", size_of(n, dtype)),), (Stream(8 * size, 4, True),))
     out.node = r.node((x,), (x, labels, weight), lambda r, gradients: [_grad_logits(r, shape, dtype)], work=work)
     return out
-
-
-def _total_weight(r: Recorder, tokens: Shape, dtype: str) -> Tensor:
-    return r.in_turn((tokens, "bool", "label_counted"), ((), "int64", "labels_counted"), ((), dtype, "total_weight"))
 
 
 def _grad_logits(r: Recorder, shape: Shape, dtype: str) -> Tensor:

@@ -104,8 +104,7 @@ def load_spec(name: str) -> ModelSpec:
     """The built-in spec ``name``, or the spec or configuration at that path."""
     from .validation import validated_spec
 
-    found = _base(Node(name, MODEL), Path())
-    return validated_spec(found.spec)
+    return validated_spec(_base(Node(name, MODEL), Path()).spec)
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

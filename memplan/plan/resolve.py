@@ -85,8 +85,7 @@ def check_kernels(plan: ResolvedPlan) -> None:
     """Pieces that the family, or the weights, are not patched with."""
     own = family(plan.model.family)
     for name in NAMES:
-        value = getattr(plan.kernels, name)
-        if value not in (None, "eager", *own.kernels):
+        if getattr(plan.kernels, name) not in (None, "eager", *own.kernels):
             allowed = " or ".join(("eager", *own.kernels))
             why = "others are not modelled for its layers" if own.kernels else "no kernels are modelled for its layers"
             raise plan.wrong(f"kernels.{name}", f"must be {allowed} for family {own.name}: {why}")

@@ -46,8 +46,7 @@ def check_tuning(plan: ResolvedPlan) -> None:
 def _check_without_recipe(plan: ResolvedPlan) -> None:
     """Of an architecture that traces know, adapters and bitsandbytes' weights are traced in their places."""
     problem = f"not modelled of an architecture without a recipe (model_type {plan.model.family})"
-    kind = plan.quantisation.kind
-    if kind not in ("none", "nf4", "fp4"):
+    if plan.quantisation.kind not in ("none", "nf4", "fp4"):
         raise plan.wrong("quantisation.kind", f"must be nf4, fp4 or none: other quantised weights are {problem}")
     if plan.quantisation.prepared and plan.attention != "eager":
         why = "hidden states are fp32, and what sdpa runs of them is not modelled"

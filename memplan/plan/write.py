@@ -47,8 +47,7 @@ def plan_template(values: Mapping[str, str], name: str = "plan.yaml") -> str:
     for section in ("", *[name for name in sections() if name != "model"]):
         if section:
             lines += ["", f"{section}:"]
-        inside = [field for field in fields if field.section == section and field is not model]
-        for field in inside:
+        for field in [field for field in fields if field.section == section and field is not model]:
             lines += _described(field, values, "  " if section else "")
     return "\n".join(lines) + "\n"
 

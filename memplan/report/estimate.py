@@ -5,13 +5,14 @@ then what PyTorch cannot see), what was assumed, and, where a request fails, wha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..allocator.levels import Line
 from ..allocator.memory import printed
 from ..device.gpus import runtime_of
 from ..plan.notes import FIRST, says_choice
@@ -29,8 +30,7 @@ from .printing import (
     ledger,
     left,
     plain_table,
-    put,
-    put_line,
+    put_report,
     right,
     spaced,
     written_lines,
@@ -47,9 +47,6 @@ from .stages import (
     who,
     worst_moment,
 )
-
-if TYPE_CHECKING:
-    from ..allocator.levels import Line
 
 
 def verdict(estimate: Estimate) -> Text:
@@ -288,10 +285,8 @@ def print_estimate(
 ) -> None:
     """Prints ``estimate``; ``quiet`` only the verdict, ``verbose`` every stage, reading and assumption. ``lines`` are
     those of stages to draw, ``written`` files that were written."""
-    if quiet:
-        put_line(console, verdict(estimate))
-    else:
-        put(console, *estimate_report(estimate, console, verbose, lines), *written_lines(written))
+    report = chain(estimate_report(estimate, console, verbose, lines), written_lines(written))
+    put_report(console, verdict(estimate), report, quiet=quiet)
 
 
 def first_notes(notices: Iterable[Notice]) -> Iterator[Text]:

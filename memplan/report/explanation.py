@@ -30,8 +30,7 @@ from .printing import (
     label,
     left,
     plain_table,
-    put,
-    put_line,
+    put_report,
     right,
     spaced,
     titled,
@@ -63,8 +62,7 @@ def _what(told: Explanation) -> str:
     """A tensor as a fact only where no other of the plan has the size then; else those that are as likely."""
     about = told.clues.about[0].name if told.clues.about else None
     phase = f" in {_WHEN.get(told.clues.phase, told.clues.phase)}" if told.clues.phase else ""
-    elsewhere = any(cause.code == "another-moment" for cause in told.causes)
-    if elsewhere and about is not None:
+    if any(cause.code == "another-moment" for cause in told.causes) and about is not None:
         return f"what the traceback names, {about}{phase}, which the plan does not have in this size,"
     if told.candidates:
         first, *others = told.candidates
@@ -114,10 +112,7 @@ def _asked(message: OutOfMemory) -> str:
 
 def print_explanation(told: Explanation, console: Console, *, quiet: bool = False) -> None:
     """Prints ``told``; ``quiet`` only its first sentence."""
-    if quiet:
-        put_line(console, verdict(told))
-    else:
-        put(console, *explanation_report(told))
+    put_report(console, verdict(told), explanation_report(told), quiet=quiet)
 
 
 def explanation_report(told: Explanation) -> Iterator[RenderableType]:

@@ -217,6 +217,14 @@ def put(console: Console, *renderables: RenderableType) -> None:
         console.print(Tidy(renderable), end="", crop=False)
 
 
+def put_report(console: Console, verdict: Text, report: Iterable[RenderableType], *, quiet: bool) -> None:
+    """Prints ``report``; ``quiet`` only its ``verdict``."""
+    if quiet:
+        put_line(console, verdict)
+    else:
+        put(console, *report)
+
+
 def spaced(*parts: RenderableType) -> Iterator[RenderableType]:
     """``parts`` behind an empty line."""
     yield Text()

@@ -30,7 +30,7 @@ from .printing import (
     left,
     plain_table,
     put,
-    put_line,
+    put_report,
     right,
     spaced,
     titled,
@@ -87,14 +87,9 @@ def part_words(difference: Difference | None) -> str:
     return f"{MINUS if difference.part < 0 else '+'}{figure} %"
 
 
-def percent_words(part: float) -> str:
-    """A tolerance: ``3 %``, ``0.5 %``."""
-    return f"{100 * part:.4g} %"
-
-
 def verdict_words(record: Record, found: tuple[Difference, ...]) -> str:
     """What follows the verdict."""
-    tolerance = percent_words(record.tolerance)
+    tolerance = f"{100 * record.tolerance:.4g} %"
     failures = record.run.failures
     if record.verdict == "failed" and failures:
         first, more = failures[0], len(failures) - 1
@@ -154,8 +149,7 @@ def _to_json(row: Row) -> dict[str, Any]:
 def print_runs(rows: Sequence[Row], ids: Sequence[str], console: Console) -> None:
     """``ids`` are those of all runs, among which each is to be told by a few characters."""
     put(console, runs_table(rows, ids, console))
-    unreadable = [row for row in rows if isinstance(row, Unreadable)]
-    for row in unreadable:
+    for row in [row for row in rows if isinstance(row, Unreadable)]:
         put(console, Text(), Text.assemble((f"{shortest(row.id, ids)} cannot be read", CAUTION), f": {row.problem}"))
     put(console, Text(), Text("difference: of the estimate from what was measured, on the worst stage", FAINT))
 
@@ -220,10 +214,7 @@ LEARNED = {CONTEXT: "CUDA context", NCCL: "NCCL's buffers", WORKSPACES: "cuBLAS 
 
 def print_run(record: Record, console: Console, *, quiet: bool = False) -> None:
     """Prints ``record``; ``quiet`` only the verdict."""
-    if quiet:
-        put_line(console, _verdict(record, differences(record.estimate, record.run)))
-    else:
-        put(console, *run_report(record))
+    put_report(console, _verdict(record, differences(record.estimate, record.run)), run_report(record), quiet=quiet)
 
 
 def _verdict(record: Record, found: tuple[Difference, ...]) -> Text:
@@ -295,8 +286,7 @@ def _categories(record: Record, found: Sequence[Difference], unit: Unit) -> Iter
     table = plain_table(
         Column(f"stage {rank.stage}, rank {rank.rank}"), *map(right, ("measured", "estimated", "difference"))
     )
-    names = dict.fromkeys([*estimated.breakdown, *rank.breakdown])
-    for name in names:
+    for name in dict.fromkeys([*estimated.breakdown, *rank.breakdown]):
         measured, expected = rank.breakdown.get(name, 0), estimated.breakdown.get(name, 0)
         if name not in NOT_COMPARED and (measured or expected):
             table.add_row(

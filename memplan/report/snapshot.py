@@ -25,8 +25,7 @@ from .printing import (
     label,
     left,
     plain_table,
-    put,
-    put_line,
+    put_report,
     right,
     spaced,
     titled,
@@ -36,8 +35,7 @@ from .printing import (
 def verdict(told: Compared, failed: Explanation | None) -> Text:
     """One sentence: the run's peak, and how far the plan is from it."""
     run = told.run
-    who = f"GPU {run.device} held {size(run.peak)} of tensors at its peak"
-    text = Text(who, "bold")
+    text = Text(f"GPU {run.device} held {size(run.peak)} of tensors at its peak", "bold")
     if told.stage is not None:
         off = percent(told.planned - run.peak, run.peak)
         text += Text(
@@ -50,10 +48,7 @@ def verdict(told: Compared, failed: Explanation | None) -> Text:
 
 def print_snapshot(told: Compared, failed: Explanation | None, console: Console, *, quiet: bool = False) -> None:
     """Prints ``told``, and what ``failed`` in the trace; ``quiet`` only the first sentence."""
-    if quiet:
-        put_line(console, verdict(told, failed))
-    else:
-        put(console, *_report(told, failed))
+    put_report(console, verdict(told, failed), _report(told, failed), quiet=quiet)
 
 
 def _report(told: Compared, failed: Explanation | None) -> Iterator[RenderableType]:

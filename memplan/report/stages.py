@@ -78,8 +78,7 @@ class Row:
 
     @property
     def ranks(self) -> str:
-        union = [rank for stage in self.members for rank in stage.ranks]
-        text = ranks_text(union)
+        text = ranks_text([rank for stage in self.members for rank in stage.ranks])
         return text if not text.startswith("×") or len(self.members) == 1 else f"{ranks_text(self.worst.ranks)} each"
 
     def modules(self, separator: str = ", ") -> str:
@@ -166,8 +165,7 @@ def rows_of(estimate: Estimate, *, folded: bool = True) -> tuple[Row, ...]:
     """The estimate's rows. Folded, neighbours that hold the same and have the same verdict share one."""
     if not folded:
         return tuple(Row((stage,)) for stage in estimate.stages)
-    runs = groupby(estimate.stages, key=_appearance)
-    return tuple(Row(tuple(members)) for _, members in runs)
+    return tuple(Row(tuple(members)) for _, members in groupby(estimate.stages, key=_appearance))
 
 
 def _appearance(stage: StageEstimate) -> tuple[object, ...]:

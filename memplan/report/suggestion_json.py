@@ -13,7 +13,7 @@ from ..plan.plan import ResolvedPlan
 from ..plan.resolve import resolve
 from ..search.changes import Method
 from ..search.result import Change, Counts, Found, Offer, Suggestion
-from ..search.time import StepTime, cost_of_step, cost_of_tokens, step_time
+from ..search.time import cost_of_step, cost_of_tokens, step_time
 from .json import SCHEMA, stage_to_json
 from .suggestion import Answer
 from .suggestion_words import cut_words
@@ -100,7 +100,7 @@ def _times(one: Suggestion, plan: ResolvedPlan) -> dict[str, Any]:
     """All ``null`` on a GPU whose speed nobody has published."""
     if not one.timed:
         return dict.fromkeys(TIMES)
-    step = _step_of(one)
+    step = step_time(resolve(one.plan)) if one.step is None else one.step
     parts = {part: getattr(step, part) for part in _PARTS}
     costs = cost_of_step(plan, step), cost_of_tokens(plan, step)
     found = one.seconds, parts, step.tokens_per_second, step.mfu, step.hfu, *costs
@@ -115,10 +115,6 @@ def _offer(offer: Offer) -> dict[str, Any]:
         "closest": _or_null(offer.closest),
         "refused": str(offer.refused) if offer.refused is not None else None,
     }
-
-
-def _step_of(one: Suggestion) -> StepTime:
-    return step_time(resolve(one.plan)) if one.step is None else one.step
 
 
 def _layout(one: Suggestion, plan: ResolvedPlan) -> dict[str, Any]:

@@ -5,7 +5,7 @@ with ``--learn`` what was learnt of an architecture, and where it holds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -21,7 +21,7 @@ from ..trace.recording import Traced
 from ..trace.run import Planned
 from .json import SCHEMA
 from .names import MIBS, elements, exact, modules_text, numbers_text, percent, plan_text, size
-from .printing import CAUTION, FAINT, GOOD, folded, label, left, plain_table, put, put_line, right, spaced
+from .printing import CAUTION, FAINT, GOOD, folded, label, left, plain_table, put_report, right, spaced
 
 CLOSE = 4096
 """Bytes: scalars, not layers."""
@@ -31,10 +31,8 @@ def print_trace(
     asked: Planned, traced: Traced, comparison: Comparison, console: Console, *, verbose: bool, quiet: bool
 ) -> None:
     """Prints the trace; ``quiet`` only the verdict, ``verbose`` every layer and what was put in CUDA's place."""
-    if quiet:
-        put_line(console, _verdict(asked, comparison))
-    else:
-        put(console, _verdict(asked, comparison), *_body(asked, traced, comparison, verbose))
+    found = _verdict(asked, comparison)
+    put_report(console, found, chain([found], _body(asked, traced, comparison, verbose)), quiet=quiet)
 
 
 def _verdict(asked: Planned, comparison: Comparison) -> Text:
@@ -188,10 +186,7 @@ def _excursion(excursion: Excursion) -> dict[str, int]:
 
 def print_learned(plan: ResolvedPlan, learned: Learned, console: Console, *, quiet: bool) -> None:
     verdict = Text.assemble(("Learnt", f"bold {GOOD}"), f": {plan.model.name}, from {learned.traces} traces")
-    if quiet:
-        put_line(console, verdict)
-    else:
-        put(console, verdict, *_learned_body(learned))
+    put_report(console, verdict, chain([verdict], _learned_body(learned)), quiet=quiet)
 
 
 def _learned_body(learned: Learned) -> Iterator[Text]:

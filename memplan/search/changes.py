@@ -175,8 +175,7 @@ def _other_cuts(plan: ResolvedPlan, limit: int) -> Iterator[Proposal]:
     if not search.chooses_cut or plan.layout.pp == 1 or not search.searched(plan):
         return
     point = point_of(plan)
-    space = space_of(plan, plan, {})
-    ratios = Clock(space).ratios(point)
+    ratios = Clock(space_of(plan, plan, {})).ratios(point)
     for what, cut in (
         ("the fastest cut that fits", fitting(plan, ratios, limit)),
         ("the cut that needs least", smallest(plan, ratios)),

@@ -562,12 +562,8 @@ def _cheapest(
     def below(threshold: float) -> list[list[Option]]:
         return [[option for option in options if value(option) <= threshold] for options in stages]
 
-    at = bisect_left(thresholds, True, key=lambda threshold: _reaches(below(threshold), layers))
+    at = bisect_left(thresholds, True, key=lambda threshold: bool(_sums(below(threshold), layers)[0] >> layers & 1))
     return below(thresholds[at]) if at < len(thresholds) else None
-
-
-def _reaches(stages: Sequence[Sequence[Option]], layers: int) -> bool:
-    return bool(_sums(stages, layers)[0] >> layers & 1)
 
 
 def _sums(stages: Sequence[Sequence[Option]], layers: int) -> list[int]:

@@ -21,11 +21,12 @@ from itertools import count
 from math import inf
 
 from ..device.measured import NOTHING, Measured, causes, outside_range
-from ..estimate import Replays, estimate, judged_ends
+from ..estimate import estimate, judged_ends
 from ..plan.errors import PlanError
 from ..plan.plan import Plan
 from ..plan.resolve import resolve
 from ..values import replace
+from ..verdict import Replays
 from .candidates import Candidate, Candidates, Clock, Group, raise_for_all, recomputing, without_values
 from .cuts import StageLayers, capped, fields_of, fitting, smallest
 from .lower_bounds import Needs, fewest_recomputed

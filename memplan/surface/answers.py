@@ -14,6 +14,7 @@ from ..device.measured import NOTHING, Measured
 from ..explain import requests as explanations
 from ..plan.errors import ABSENT, Origin, PlanError
 from ..records import record as records
+from ..records.readings import Code
 from ..report.suggestion import Answer
 from .plans import Given, Plan, as_arguments, constructed, flags_of, read_any
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
     from rich.terminal_theme import TerminalTheme
 
-    from ..records.readings import Code
     from ..search.answer import Objective
 
 

@@ -10,7 +10,7 @@ import csv
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -259,17 +259,13 @@ def _is_named(device: Device, name: str) -> bool:
 def gpu_of(name: str, total: int) -> str | None:
     """The table's name of ``NVIDIA A100-SXM4-80GB`` with ``total`` bytes; ``None`` where no row is like it."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    fitting = [gpu for gpu, row in GPUS.items() if row.title == name or _is_like(gpu, words)]
+    fitting = [gpu for gpu, row in GPUS.items() if row.title == name or set(_model(gpu)) <= set(words)]
     near = [gpu for gpu in fitting if _distance(gpu, total) <= NEAR]
     return min(near, key=lambda gpu: (-len(_model(gpu)), _distance(gpu, total)), default=None)
 
 
 def _model(gpu: str) -> list[str]:
     return _MEMORY.sub("", gpu).split("-")
-
-
-def _is_like(gpu: str, words: Iterable[str]) -> bool:
-    return set(_model(gpu)) <= set(words)
 
 
 def _distance(gpu: str, total: int) -> float:

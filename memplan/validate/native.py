@@ -21,10 +21,10 @@ from ..plan.plan import Layout, Loss, Optimizer, Pipeline, Plan, Precision, Reco
 from ..plan.resolve import resolve
 from ..plan.section import Section
 from ..records.readings import Code, World
+from ..trace.recording import Traced
 from ..values import dataclass
 
 if TYPE_CHECKING:
-    from ..trace.recording import Traced
     from ..trace.surroundings import Surroundings
 
 from ..tape.program import Program

@@ -101,8 +101,7 @@ class Display:
             console = Console(file=self.stream, markup=False, emoji=False)
             self._live = Live(console=console, refresh_per_second=REDRAWS, transient=True, redirect_stdout=False)
             self._live.start()
-        height = max(self._live.console.height - 1, 1)
-        self._live.update(table_of(rows[:height], self._live.console))
+        self._live.update(table_of(rows[: max(self._live.console.height - 1, 1)], self._live.console))
 
     def _print(self, rows: Sequence[Row], now: float) -> None:
         """Those that changed."""

@@ -324,7 +324,7 @@ def announced(asked: Prepared) -> str:
         who = f"{ranks} ranks" if ranks > 1 else "one process"
     seconds = duration(asked)
     text = f"runs {plan.model.name} ({sizes}) as {who} on {on}: {iterations(asked)} iterations"
-    return text if seconds is None else f"{text}, about {_rounded(seconds)} s"
+    return text if seconds is None else f"{text}, about {ROUND * ceil(seconds / ROUND)} s"
 
 
 def iterations(asked: Prepared) -> int:
@@ -362,7 +362,3 @@ def _share(asked: Prepared) -> float:
     if plan.layout.pp > 1 or asked.where.code != "torch":
         return 1.0
     return min(1.0, MOST_MICROBATCHES / plan.microbatches)
-
-
-def _rounded(seconds: float) -> int:
-    return ROUND * ceil(seconds / ROUND)

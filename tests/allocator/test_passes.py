@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.allocator import repeats
+from memplan.allocator import requests as repeats
 from memplan.allocator import stretches as cut
 from memplan.allocator.blocks import MIB, SHIFT, Brief, Step
 from memplan.allocator.caching import AllocatorSettings

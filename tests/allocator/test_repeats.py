@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.allocator import repeats
+from memplan.allocator import requests as repeats
 
 
 @given(

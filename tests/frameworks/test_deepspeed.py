@@ -215,7 +215,7 @@ def test_passes_of_trls_trainers(name: str, rank: int) -> None:
     """Net and peak of forward, with the reference's behind it, and of backward: of stages below 3 the reference's
     layers run fewer times."""
     case = CASES[name]
-    spans = deepspeed.program_of_rank(plan_of(case), OPTIONS, zero_of(case), rank).spans
+    spans = deepspeed.by_rank(plan_of(case), OPTIONS, zero_of(case), rank)[rank].spans
     for microbatch in range(case.microbatches):
         tapes = [span.module.first if microbatch == 0 else span.module.steady for span in spans]
         passes = {"forward": [one.forward for one in tapes], "backward": [one.backward for one in reversed(tapes)]}
@@ -235,7 +235,7 @@ def test_passes_of_trls_trainers_before_tiles(name: str) -> None:
     plan = plan_of(case)
     plan = plan.model_copy(update={"versions": {**plan.versions, "trl": WHOLE_LOGITS["trl"]}})
     for rank, measured in enumerate(WHOLE_LOGITS["cases"][name]):
-        spans = deepspeed.program_of_rank(plan, OPTIONS, zero_of(case), rank).spans
+        spans = deepspeed.by_rank(plan, OPTIONS, zero_of(case), rank)[rank].spans
         tapes = [span.module.first for span in spans]
         passes = {"forward": [one.forward for one in tapes], "backward": [one.backward for one in reversed(tapes)]}
         for phase, parts in passes.items():
@@ -335,7 +335,7 @@ def test_the_whole_iteration(name: str) -> None:
     """Static bytes, and the peak of an iteration on the rank that needs most. The engine's host is its device."""
     case = CASES[name]
     zero = zero_of(case)
-    (program,) = deepspeed.programs(plan_of(case), OPTIONS, zero)
+    _, program = deepspeed.fullest(plan_of(case), OPTIONS, zero)
     folded = fold_program(program)
     fullest = max(GOLDEN[name], key=lambda record: record["peak"])
     host = deepspeed.host_bytes(plan_of(case), zero)[0]
@@ -363,7 +363,7 @@ def test_building_the_engine(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.optimizer != "adamw" and case.stage])
 def test_the_step_of_each_optimizer(name: str) -> None:
-    (program,) = deepspeed.programs(plan_of(CASES[name]), OPTIONS, zero_of(CASES[name]))
+    _, program = deepspeed.fullest(plan_of(CASES[name]), OPTIONS, zero_of(CASES[name]))
     highest = 0
     for record in GOLDEN[name]:
         *passes, step = record["phases"].values()

@@ -8,7 +8,7 @@ from memplan.estimate import estimate
 from memplan.families import families
 from memplan.frameworks.deepspeed import engine as deepspeed
 from memplan.frameworks.deepspeed.config import Zero, zero_of
-from memplan.frameworks.deepspeed.programs import fullest_rank, program_of_rank, programs
+from memplan.frameworks.deepspeed.engine import fullest_rank, program_of_rank, programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan
@@ -59,7 +59,7 @@ def test_every_stage_is_estimated(stage: str, dtype: str, gbs: str) -> None:
 def test_a_plan_gives_what_the_framework_does_of_itself() -> None:
     plan = resolve(read_plan(None, {**GPT2, "zero": "2", "reduce-bucket-size": "1000000"}).plan)
     (ours,) = programs(plan, Options())
-    (theirs,) = deepspeed.programs(plan, Options(), Zero(stage=2, reduce_bucket_size=1_000_000))
+    _, theirs = deepspeed.fullest(plan, Options(), Zero(stage=2, reduce_bucket_size=1_000_000))
     assert fold_program(ours) == fold_program(theirs)
 
 

@@ -9,7 +9,7 @@ from memplan import suggest
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.allocator.timeline import timeline
-from memplan.frameworks.megatron.entries import stage_entries
+from memplan.frameworks.megatron.modules import stage_entries
 from memplan.frameworks.megatron.programs import programs, stages_of
 from memplan.frameworks.megatron.torch_fsdp import units_of
 from memplan.layers.module import Options

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from memplan.estimate import fold
-from memplan.frameworks.megatron.entries import stage_entries
+from memplan.frameworks.megatron.modules import stage_entries
 from memplan.frameworks.megatron.searching import Peaks
 from memplan.plan.errors import PlanError
 from memplan.plan.megatron_layout import layout_text, stages

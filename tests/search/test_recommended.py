@@ -10,7 +10,7 @@ import pytest
 
 from memplan.device.gpus import GPUS
 from memplan.device.measured import NOTHING
-from memplan.estimate import Replays, estimate, judged_ends, judged_stages
+from memplan.estimate import estimate, judged_ends, judged_stages
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.read import read_plan
@@ -19,6 +19,7 @@ from memplan.result import Judged, Verdict
 from memplan.search.answer import Sought, suggest
 from memplan.search.result import Found
 from memplan.search.time.hardware import SPEEDS
+from memplan.verdict import Replays
 
 FRAMEWORKS = ("fsdp", "deepspeed", "megatron", "ddp", "single", "megatron-deepspeed")
 

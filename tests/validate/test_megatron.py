@@ -252,7 +252,7 @@ def test_an_output_layer_that_is_a_unit_of_fsdp2(read: Any, case: str) -> None:
 
     from memplan.frameworks.megatron import core_training
     from memplan.frameworks.megatron.core_followed import followed
-    from memplan.frameworks.megatron.entries import stage_entries
+    from memplan.frameworks.megatron.modules import stage_entries
     from memplan.frameworks.megatron.programs import stages_of
 
     class Output(ColumnParallelLinear):  # type: ignore[misc, unused-ignore]

@@ -455,8 +455,7 @@ def _check_sections(config: Configuration) -> None:
             if node.plain() != ELSEWHERE[name]:
                 raise node.wrong(f"{ZERO}.{name}", "is not modelled")
         elif name not in known and name not in WITHOUT_ALIAS:
-            problem = guessed("is no key of DeepSpeed", nearest(name, known))
-            raise node.wrong(f"{ZERO}.{name}", problem)
+            raise node.wrong(f"{ZERO}.{name}", guessed("is no key of DeepSpeed", nearest(name, known)))
 
 
 def _is_switched_off(section: Node) -> bool:

@@ -468,8 +468,7 @@ class Following:
         if last == "list" and not keywords and len(arguments) == 1 and isinstance(arguments[0], Node):
             return copy(arguments[0])
         if last in ("int", "float", "len", "max", "min", "ceil", "range", "divmod") and not keywords:
-            found = built_in(last, arguments, where)
-            return found or Unknown(given, where)
+            return built_in(last, arguments, where) or Unknown(given, where)
         if last.lstrip("_")[:1].isupper() or last.startswith("default_"):
             return Made(called, keywords, where, tuple(arguments))
         if any(isinstance(one, Made) and self.dialect.is_job(one) for one in (*arguments, *keywords.values())):

@@ -221,8 +221,7 @@ def compared(kind: ast.cmpop, left: Value, right: Value, where: Origin) -> Node 
     if other is None and type(kind) in _COMPARED:
         return Node(_COMPARED[type(kind)](one, None), where)
     if isinstance(kind, (ast.In, ast.NotIn)) and isinstance(other, list) and isinstance(one, (str, int)):
-        inside = any(item.value == one for item in other)
-        return Node(inside is isinstance(kind, ast.In), where)
+        return Node(any(item.value == one for item in other) is isinstance(kind, ast.In), where)
     if isinstance(kind, (ast.In, ast.NotIn)) and isinstance(other, dict) and (key := key_of(left)) is not None:
         return Node((key in other) is isinstance(kind, ast.In), where)
     if isinstance(one, (list, dict)) or isinstance(other, (list, dict)):

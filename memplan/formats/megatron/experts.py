@@ -28,8 +28,7 @@ def latent(plan: Plan) -> bool:
 
 
 def without_experts(reader: Reader) -> str:
-    count = reader.building.items["model.experts"].value
-    return "" if count else f"no effect without {NUMBER}"
+    return "" if reader.building.items["model.experts"].value else f"no effect without {NUMBER}"
 
 
 def _stops_without_experts(name: str, reader: Reader) -> str:

@@ -51,8 +51,7 @@ def _recipe(reader: Reader) -> None:
     if node.value not in RECIPES:
         raise node.wrong(RECIPE, f"is not modelled yet; {', '.join(RECIPES)} are", known=RECIPES)
     put("precision.fp8", node, FP8, RECIPE)
-    kind = settings.word(FP8)
-    put("precision.fp8_format", kind, FP8)
+    put("precision.fp8_format", settings.word(FP8), FP8)
 
 
 def _told(reader: Reader) -> None:

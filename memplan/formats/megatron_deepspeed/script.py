@@ -74,8 +74,7 @@ def _stages(plan: ResolvedPlan) -> tuple[str | None, str, str]:
     if plan.precision.dtype == "fp32":  # then nothing is converted behind the head
         entries, bounds = entries[:-1], [*bounds[:-1], bounds[-1] - 1]
     if isinstance(chosen, str) and has_no_weights(chosen):
-        now = cut_today(chosen, entries, plan.layout.pp)
-        if now == bounds:
+        if cut_today(chosen, entries, plan.layout.pp) == bounds:
             return chosen, "", ""
         cut = ",".join(map(str, bounds))
         return chosen, "", f"DeepSpeed of 2021 is meant, which cuts at {cut}; newer ones cut otherwise by this method."

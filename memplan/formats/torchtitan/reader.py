@@ -473,8 +473,7 @@ def _misspelt(settings: Settings) -> Iterator[PlanError]:
         guess = guesses.of(name) if key_of(name) is None else None
         meant = key_of(guess) if guess is not None and is_slip(name, guess) else None
         if guess is not None and meant is not None and meant.table is not Table.IRRELEVANT:
-            problem = guessed(f"is no key of {settings.era.label}", guess)
-            yield node.wrong(name, problem)
+            yield node.wrong(name, guessed(f"is no key of {settings.era.label}", guess))
 
 
 def _guesses(settings: Settings) -> Guesses:

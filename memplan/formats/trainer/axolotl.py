@@ -167,8 +167,7 @@ def _class(plugin: Node) -> str:
 
 def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
     for key in own.keys() & READ - KEYS:
-        problem = guessed("is no key of Axolotl", _MEANT.get(key))
-        yield own[key].lacks(key, problem)
+        yield own[key].lacks(key, guessed("is no key of Axolotl", _MEANT.get(key)))
     for key, why in REFUSED.items():
         if key in own and own[key].value not in (None, False, []):
             yield own[key].lacks(key, f"must be left out: {why}")
@@ -325,8 +324,7 @@ def _sharding(own: Mapping[str, Node]) -> Iterator[tuple[str, Value, Node]]:
     elif config is not None and config.value:
         yield "fsdp", "full_shard", config
     if config is not None and config.value:
-        version = _version(own)
-        yield "fsdp_config", {**config.mapping, "fsdp_version": version}, config
+        yield "fsdp_config", {**config.mapping, "fsdp_version": _version(own)}, config
 
 
 def _version(own: Mapping[str, Node]) -> Node:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from ...plan.plan import ResolvedPlan
+from ..base import PYTORCH_SECTIONS, Communicator, Framework, Parts, Supports, world
 
-from ..base import PYTORCH_SECTIONS, Framework, Parts, Supports
-
-if TYPE_CHECKING:
-    from ...plan.plan import ResolvedPlan
-    from ..base import Communicator
+COPIES = "DDP with gradient_as_bucket_view=False: buckets are a second copy of the gradients"
+VIEWS = (
+    "DDP with gradient_as_bucket_view: gradients are views of buckets, and buckets stay between "
+    "iterations; the first iteration has one bucket as large as all later buckets together (with "
+    "zero_grad(set_to_none=False) old and new buckets coexist while DDP rebuilds buckets)"
+)
+NO_SYNC = (
+    "gradients of micro-batches under no_sync are not views of buckets: two copies exist until the last micro-batch"
+)
+UNUSED = "find_unused_parameters: DDP clones the model's output, including the logits, in every forward"
+ZERO = (
+    "ZeroRedundancyOptimizer without overlap_with_ddp, one parameter group: whole tensors go, largest "
+    "first, to the rank with the fewest elements; the report shows the most loaded rank"
+)
 
 
 class Ddp(Framework):
@@ -34,14 +44,18 @@ class Ddp(Framework):
 
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """One process group for all: buckets are all-reduced, parameters broadcast when the model is wrapped."""
-        from ..base import world
-
         return (world(plan.hardware.gpus)._replace(gathers=True, few_bytes=False),) if plan.hardware.gpus > 1 else ()
 
     def layout_assumptions(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        from .notices import assumptions
-
-        return assumptions(plan)
+        given = plan.ddp
+        result = [VIEWS if given.gradient_as_bucket_view else COPIES]
+        if given.gradient_as_bucket_view and not given.gradient_sync:
+            result.append(NO_SYNC)
+        if given.find_unused_parameters and not given.static_graph:
+            result.append(UNUSED)
+        if plan.layout.zero:
+            result.append(ZERO)
+        return tuple(result)
 
 
 FRAMEWORK = Ddp()

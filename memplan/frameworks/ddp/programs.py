@@ -236,8 +236,7 @@ def _with_ends(module: Module, waiting: Mapping[str, int], tied: Hold | None) ->
         if seam.hook is Hook.GRADIENT and waiting.get(seam.name, KEPT_TIED) != KEPT_TIED:
             own = arrived[seam.name]
             taken.add(own.tensor)
-            ended = Drop(waiting[seam.name], own.bytes, Category.GRADIENTS)
-            return own.end, ended
+            return own.end, Drop(waiting[seam.name], own.bytes, Category.GRADIENTS)
         if seam.hook is Hook.AFTER_BACKWARD and tied is not None and TIED not in waiting:
             return (Drop(KEPT_TIED, tied.bytes, Category.GRADIENTS),)
         return ()

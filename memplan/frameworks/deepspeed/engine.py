@@ -39,7 +39,7 @@ from ..plain.tuned import frozen_layer, kept_beside, shared_table, tuning_of
 from . import states as zero_states
 from . import step as zero_step
 from .buckets import ReducingBucket, ScatteringBucket
-from .config import Zero, check
+from .config import Zero, check, check_model, fields_of_a_plan, zero_of
 from .hooks import Keeping, Reducer, insert_hooks, insert_into_evaluation, modules
 from .states import Group, Placed, groups, sub_groups, touched
 from .step import Step
@@ -116,29 +116,40 @@ class Rank:
     step: Step
 
 
-def programs(plan: ResolvedPlan, options: Options, zero: Zero | None = None) -> tuple[Program, ...]:
-    """One program; ``zero`` is the plan's stage with DeepSpeed's defaults if not given."""
-    made = _of_candidates(plan, options, zero or Zero(stage=plan.layout.zero))
-    return (max(made.values(), key=_need) if len(made) > 1 else next(iter(made.values())),)
+def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
+    """The one program that all ranks run, of the rank that needs most, with what it keeps on the host and on NVMe."""
+    zero = zero_of(plan)
+    with fields_of_a_plan(plan):
+        check_model(plan)
+        _, made = fullest(plan, options, zero)
+        host, nvme = host_bytes(plan, zero)
+    model, dp = parameters_of(plan), plan.layout.dp
+    tensors = (one for instance in model.instances for one in instance.hooked.module.parameters)
+    elements = sum(zero_states.shard(one.elements, dp) if zero.stage == 3 else one.elements for one in tensors)
+    return (replace(made, elements=elements, host=host, nvme=nvme),)
 
 
-def fullest_rank(plan: ResolvedPlan, zero: Zero) -> int:
-    """The rank whose program is the plan's."""
-    made = _of_candidates(plan, Options(), zero)
-    return max(made, key=lambda rank: _need(made[rank])) if len(made) > 1 else next(iter(made))
+def fullest_rank(plan: ResolvedPlan) -> int:
+    """The rank that needs most, whose program the estimate is of."""
+    with fields_of_a_plan(plan):
+        return fullest(plan, Options(), zero_of(plan))[0]
 
 
-def program_of_rank(plan: ResolvedPlan, options: Options, zero: Zero, rank: int) -> Program:
-    """What ``rank`` runs; at stages 1 and 2 others keep other gradients."""
-    return next(iter(_of_candidates(plan, options, zero, rank).values()))
+def program_of_rank(plan: ResolvedPlan, options: Options, rank: int) -> Program:
+    """What ``rank`` runs, which at stages 1 and 2 may need less than the estimate's."""
+    with fields_of_a_plan(plan):
+        return by_rank(plan, options, zero_of(plan), rank)[rank]
 
 
-def _need(program: Program) -> int:
-    return fold_program(program).peak
+def fullest(plan: ResolvedPlan, options: Options, zero: Zero) -> tuple[int, Program]:
+    """The rank that needs most under ``zero``, and what it runs."""
+    made = by_rank(plan, options, zero)
+    return max(made.items(), key=lambda one: fold_program(one[1]).peak if len(made) > 1 else 0)
 
 
-def _of_candidates(plan: ResolvedPlan, options: Options, zero: Zero, rank: int | None = None) -> dict[int, Program]:
-    """Programs by rank: of all that may need most, or of ``rank`` alone."""
+def by_rank(plan: ResolvedPlan, options: Options, zero: Zero, rank: int | None = None) -> dict[int, Program]:
+    """Programs by rank: of all that may need most, or of ``rank`` alone; at stages 1 and 2 others keep other
+    gradients."""
     check(plan, zero)
     shape, setting = layer_shape(plan), setting_of(plan, zero)
     options = replace(options, tuning=setting.tuning)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..base import Framework, Parts, Supports
+from ..base import Communicator, Framework, Parts, Supports, world
 
 if TYPE_CHECKING:
     from ...plan.plan import Plan, ResolvedPlan
     from ...plan.section import Dtype
-    from ..base import Communicator
 
 FUSED = ("liger", "cut")
 """Losses that read the head's weight by themselves."""
@@ -23,6 +22,7 @@ class Deepspeed(Framework):
         ".searching:DeepspeedSearch",
         ".timing:DeepspeedTime",
         ".validating:DeepspeedRunning",
+        programs=".engine:programs",
         notices=".notices:notices",
         assumptions=".notices:assumptions",
     )
@@ -64,8 +64,7 @@ class Deepspeed(Framework):
         return named or plan.precision.stored
 
     def check(self, plan: ResolvedPlan) -> None:
-        sums = plan.deepspeed.gradient_accumulation_dtype
-        if sums not in (None, plan.precision.gradients):
+        if plan.deepspeed.gradient_accumulation_dtype not in (None, plan.precision.gradients):
             raise plan.wrong(
                 "deepspeed.gradient_accumulation_dtype",
                 f"must be {plan.precision.gradients}, as precision.gradients: both fields set the same dtype",
@@ -78,7 +77,6 @@ class Deepspeed(Framework):
     def communicators(self, plan: ResolvedPlan, stage: int) -> tuple[Communicator, ...]:
         """ZeRO's collectives, the norm and the loss run in a copy of the default group (``groups.py``,
         ``_clone_world_group``); barriers, if there are any, in the default group itself."""
-        from ..base import world
 
         ranks = plan.hardware.gpus
         zero = world(ranks)._replace(name="data parallel", gathers=True, few_bytes=False)

@@ -201,7 +201,7 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def builds_as_measured(plan: ResolvedPlan) -> bool:
-    """``deepspeed.programs`` knows the peak of initialisation: ``DeepSpeedZeroOptimizer`` with states on the device."""
+    """``deepspeed.engine`` knows the peak of initialisation: ``DeepSpeedZeroOptimizer`` with states on the device."""
     wide = plan.layout.zero == 1 and (plan.precision.dtype, plan.precision.gradients) == ("bf16", "fp32")
     return plan.layout.zero in (1, 2) and plan.deepspeed.offload_optimizer == "none" and not wide
 

@@ -31,7 +31,7 @@ from ...values import dataclass
 from ..plain import trainer
 from . import learned, notices
 from .config import check_adapters, zero_of
-from .programs import fullest_rank, program_of_rank
+from .engine import fullest_rank, program_of_rank
 
 FRAMEWORK = "deepspeed"
 OTHER = "deepspeed runs plans of framework deepspeed, and this one's is {}"

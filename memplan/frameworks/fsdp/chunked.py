@@ -136,8 +136,7 @@ class ChunkedHooks(Explicit):
             return
         kept = self._gradient(head.elements, self.sharding.reduce)
         self.opening = (kept,)
-        end = kept.end
-        self.gradients[at] = [Gradient(end, head.elements, head.elements, kept.tensor)]
+        self.gradients[at] = [Gradient(kept.end, head.elements, head.elements, kept.tensor)]
         role, beside, held = self.role, self.beside, len(self.reduced)
         self.role, self.beside = Role.STEADY if self.adds else Role.FIRST, False
         super().post_backward(at)

@@ -38,8 +38,7 @@ class FsdpRunning(FrameworkRunning):
             ),
         )
         for name in ("tp", "pp", "cp"):
-            size = getattr(plan.layout, name)
-            if size != 1:
+            if getattr(plan.layout, name) != 1:
                 raise plan.wrong(f"layout.{name}", "must be 1: only data parallelism is traced")
 
     def check_learnt(self, plan: ResolvedPlan) -> None:

@@ -121,8 +121,7 @@ def check_no_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
     if given.return_outputs:
         raise plan.wrong("fsdp.return_outputs", problem)
     for name, default in Pipeline():
-        value = getattr(plan.pipeline, name)
-        if value != default:
+        if getattr(plan.pipeline, name) != default:
             raise plan.wrong(f"pipeline.{name}", problem)
 
 

@@ -450,8 +450,7 @@ def titan_of(spec: ModelSpec, *, newest: bool = False) -> Titan:
     if found is None:
         raise spec.wrong("family", f"has no recipe in torchtitan's code; families with one: {', '.join(MODELS)}")
     for field, values in found.covers.items():
-        value = getattr(spec, field)
-        if value not in values:
+        if getattr(spec, field) not in values:
             shown = " or ".join("left out" if one is None else str(one).lower() for one in values)
             untied = ", which shares no weight: --tied-embeddings false" if field == "tied_embeddings" else ""
             raise spec.wrong(field, f"must be {shown} in torchtitan's {found.name}{untied}")

@@ -71,8 +71,7 @@ def check_expert_ranks(plan: ResolvedPlan, given: Fsdp, shards: int) -> None:
             raise plan.wrong(field, f"must be {str(kept).lower()} with ep {ep}: otherwise it is not modelled")
     pieces, dim = cut_of_experts(plan)
     for name, least in (("expert_ffn", pieces * etp), ("hidden", pieces)):
-        size = getattr(spec, name)
-        if dim and size % least:
+        if dim and getattr(spec, name) % least:
             raise plan.wrong(
                 f"model.{name}", f"must be a multiple of {least}: with more shards than experts they are cut along it"
             )

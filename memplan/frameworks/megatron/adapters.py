@@ -9,7 +9,6 @@ optimizer see adapters alone (``DistributedDataParallel.__init__``: ``param.requ
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from ...layers.megatron_core import latent, te_facts
 from ...layers.megatron_core.adapters import of_attention, of_gated
@@ -20,11 +19,9 @@ from ...layers.megatron_core.moe import SHARED
 from ...layers.tuning import Adapters, Part, Tuning
 from ...plan.errors import PlanError
 from ...plan.lora import PARTS, adapted
+from ...plan.plan import Plan, ResolvedPlan
+from ...plan.spec import ModelSpec
 from ..base import Adaptable
-
-if TYPE_CHECKING:
-    from ...plan.plan import Plan, ResolvedPlan
-    from ...plan.spec import ModelSpec
 
 
 def adaptable(plan: Plan) -> Mapping[str, tuple[Adaptable, ...]]:

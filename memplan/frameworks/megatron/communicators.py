@@ -1,13 +1,15 @@
 """Communicators of Megatron-Core's groups (``megatron/core/parallel_state.py``, ``initialize_model_parallel``).
 
 Ranks lie in the order tensor, context, data, pipeline, from the innermost. Of the groups that it makes, these are the
-ones in which a collective runs.
+ones in which a collective runs. Beside them: buffers of collectives that run beside products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ...layers.megatron_core.shape import CoreShape
+from ...layers.work import ITEMSIZE
 from ...plan import megatron_layout
 from ...plan.plan import ResolvedPlan
 from ..base import Communicator, world
@@ -131,3 +133,27 @@ def _embedded(plan: ResolvedPlan) -> list[int]:
     tied = {pp - 1} if model.tied_embeddings else set()
     further = {megatron_layout.further_stage(plan.pipeline.layout, pp)} if model.mtp_layers else set()
     return sorted({0} | tied | further)
+
+
+USER_BUFFERS = "Transformer Engine, initialize_ub: one buffer for every exchange of a layer, with its default ways"
+GATHERED = (
+    "qkv_fprop", "qkv_dgrad", "proj_dgrad", "proj_wgrad", "fc1_fprop", "fc1_dgrad", "fc2_dgrad", "fc2_wgrad",
+)  # fmt: skip
+REDUCED = ("proj_fprop", "fc2_fprop", "qkv_wgrad", "fc1_wgrad")
+
+
+def user_buffers(shape: CoreShape) -> int:
+    """Bytes of the buffers through which tensor-parallel ranks exchange beside products (``--tp-comm-overlap``):
+    Transformer Engine's user buffers (``pytorch/module/base.py``, ``initialize_ub``; ``comm_gemm_overlap.cpp``), which
+    lie outside of PyTorch.
+
+    One of s b h elements for every exchange of a layer, by its default way: those that are gathered are in 8 bits with
+    fp8. Layers in 16 bits beside others have a set of their own. What PyTorch allocates is estimated as without them,
+    though gathered inputs then lie in these buffers."""
+    elements, wide = shape.s * shape.b * shape.spec.hidden, ITEMSIZE[shape.dtype]
+    eight = shape.low is not None and shape.low.recipe != "nvfp4"  # --fp8-format decides
+    narrow = 1 if eight else wide
+    size = len(GATHERED) * narrow + len(REDUCED) * wide
+    if eight and any(shape.sixteen_bit):
+        size += (len(GATHERED) + len(REDUCED)) * wide
+    return elements * size

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from ...device.facts import Cause
 from ...plan.megatron_layout import stages, times
-from ..base import SHARDED, Framework, Parts, Supports
-
-if TYPE_CHECKING:
-    from ...device.facts import Cause
-    from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute, ResolvedPlan
-    from ...plan.section import Dtype
-    from ..base import Adaptable
-
+from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Plan, Recompute, ResolvedPlan
+from ...plan.section import Dtype
+from ..base import SHARDED, Adaptable, Framework, Parts, Supports
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
 from .memory_rules import CHAIN, COMPARED
 from .rules import RULES
@@ -174,15 +169,16 @@ class Megatron(Framework):
         if not (sends or plan.megatron.tp_comm_overlap):
             return ()
         from ...device.facts import Cause
-        from ...layers.megatron_core import flex, user_buffers
+        from ...layers.megatron_core import flex
+        from .communicators import USER_BUFFERS, user_buffers
         from .from_plan import core_shape
 
         shape, causes = core_shape(plan), []
         if (found := flex.outside(shape)) is not None:
             causes.append(Cause("other", found[0], found[1], found[1], flex.SOURCE))
         if plan.megatron.tp_comm_overlap:
-            size = user_buffers.outside(shape)
-            causes.append(Cause("other", "user buffers", size, size, user_buffers.SOURCE))
+            size = user_buffers(shape)
+            causes.append(Cause("other", "user buffers", size, size, USER_BUFFERS))
         return tuple(causes)
 
     def vocab_multiple(self, plan: Plan) -> int:

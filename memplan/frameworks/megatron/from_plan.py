@@ -17,9 +17,9 @@ from ...plan.errors import PlanError
 from ...plan.module_precision import widens_further
 from ...plan.plan import ResolvedPlan
 from ...plan.spec import of_any_depth
-from .entries import stage_entries
 from .fsdp import Sharding
 from .memory_rules import counts_on_device
+from .modules import stage_entries
 from .states import BUCKET_ALIGNMENT, WIDE_ALIGNMENT, Rules, bucket_size
 
 HOPPER = (9, 0)

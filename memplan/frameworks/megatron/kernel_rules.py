@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ...device.gpus import GPUS
 from ...layers.megatron_core import te_low_context
 from ...layers.megatron_core.te_facts import LOW_PRECISION_SINCE, OLDEST_LOW_PRECISION
 from ...plan.checks import listed
 from ...plan.errors import PlanError
+from ...plan.megatron_section import Megatron as MegatronSection
 from ...plan.module_precision import EXPERTS, FURTHER, wide_modules, widens_further
+from ...plan.plan import ResolvedPlan
 from ...plan.spec import block_of, kinds_of
 from .from_plan import OF_ATTENTION, low_attention, padded_vocab
-
-if TYPE_CHECKING:
-    from ...plan.megatron_section import Megatron as MegatronSection
-    from ...plan.plan import ResolvedPlan
-
 
 SELECTORS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 BACK_ENDS = {

@@ -1,4 +1,4 @@
-"""Modules of a virtual stage: its ends, its layers, and which of them run again."""
+"""Modules of a virtual stage: their names, its ends, its layers, and which of them run again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from ...layers.megatron_core.ends import Role
 from ...layers.megatron_core.shape import CoreShape
 from ...layers.module import Interface, Module, Options, Parameter, Run, build, forward_alone
 from ...layers.recompute import RERUN, recomputed_reentrant
+from ...plan import megatron_layout
 from ...plan.module_precision import wide_modules
-from ...plan.plan import Recompute
+from ...plan.plan import Pipeline, Recompute, ResolvedPlan
 from ...plan.spec import LayerBlock
 from ...tape.events import Category, Hook
 from ...values import NamedTuple, replace
@@ -330,3 +331,45 @@ def role_of(entries: Sequence[str]) -> Role:
     """A stage with multi-token prediction has all of the batch (``mtp_on_this_rank``)."""
     first, last = "embedding" in entries or "mtp" in entries, "head" in entries or "mtp" in entries
     return "only" if first and last else "first" if first else "last" if last else "middle"
+
+
+def stage_entries(plan: ResolvedPlan) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Names of the entries of every chunk of every stage."""
+    layers = plan.model.layers
+    if plan.batch.decoder_seq is not None:
+        encoder = ("embedding", *(f"layer.{at}" for at in range(layers)), "encoder_norm")
+        decoder = (DECODER_EMBEDDING, *(f"{DECODER}{at}" for at in range(layers)), "final_norm", "head")
+        return (((*encoder, *decoder),),)
+    has_mtp = plan.model.mtp_layers > 0
+    return _named_entries(plan.model.layers, plan.layout.pp, plan.layout.vpp, plan.pipeline, has_mtp)
+
+
+@lru_cache(maxsize=1024)
+def _named_entries(
+    layers: int, stages: int, chunks: int, pipeline: Pipeline, has_mtp: bool
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    found = megatron_layout.stages(
+        layers,
+        stages,
+        chunks,
+        first_layers=pipeline.first_layers,
+        last_layers=pipeline.last_layers,
+        count_embedding=pipeline.count_embedding,
+        count_loss=pipeline.count_loss,
+        layout=pipeline.layout,
+    )
+    apart = any(chunk.further for stage in found for chunk in stage)
+    return tuple(tuple(_entries(chunk, layers, has_mtp, apart) for chunk in stage) for stage in found)
+
+
+def _entries(chunk: megatron_layout.Chunk, layers: int, has_mtp: bool, apart: bool) -> tuple[str, ...]:
+    """The final norm is where the head is; before multi-token prediction, where the last layer is
+    (``has_final_layernorm_in_this_stage``). That is where the head is, or ``apart``, where a layout string says."""
+    normed = layers - 1 in chunk.layers if has_mtp else chunk.head
+    return (
+        *(("embedding",) if chunk.embedding else ()),
+        *(f"layer.{i}" for i in chunk.layers),
+        *(("final_norm",) if normed else ()),
+        *(("mtp",) if has_mtp and (chunk.further if apart else chunk.head) else ()),
+        *(("head",) if chunk.head else ()),
+    )

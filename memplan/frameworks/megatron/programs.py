@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from ...plan.plan import ResolvedLayout
     from .torch_fsdp import TorchFsdp
 
-from .entries import stage_entries
 from .from_plan import core_shape, rules, sharding_of
 from .modules import (
     DECODER,
@@ -71,6 +70,7 @@ from .modules import (
     recompute_groups,
     recomputed,
     role_of,
+    stage_entries,
 )
 
 
@@ -142,8 +142,7 @@ def _chunk(job: _Job, entries: tuple[str, ...], keeping: Keeping = (), at_once: 
             module = layers_module(shapes, own, recomputed=group[0] in again, requires_grad=not leaf)
             leaf = leaf and not module.first.backward
         elif group[0].startswith(DECODER):
-            decoder = t5.decoder_shape(layer_shape)
-            module = layers_module((decoder,), own)
+            module = layers_module((t5.decoder_shape(layer_shape),), own)
         elif group[0] == "mtp":
             own_shape = layer_shape_in(layer_shape, "mtp", keeping, at_once)
             embedded = "embedding" in entries

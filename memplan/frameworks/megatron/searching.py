@@ -56,9 +56,8 @@ from ...search.time import work_of
 from ...tape.program import Program, fold_program
 from ...values import replace
 from . import programs
-from .entries import stage_entries
 from .from_plan import rules as rules_of
-from .modules import end_module, layer_forward, layers_module, module_shapes
+from .modules import end_module, layer_forward, layers_module, module_shapes, stage_entries
 from .notices import LARGE_MASK, unread_mask
 
 
@@ -177,8 +176,7 @@ class MegatronSearch(FrameworkSearch):
     def completed(self, base: Plan) -> Plan:
         """States of a precision-aware optimizer are sharded ones, and so are those of parameters in 8 bits."""
         for name, allowed, what in NOT_SEARCHED:
-            value = getattr(base.megatron, name)
-            if value not in ("none", None, False):
+            if getattr(base.megatron, name) not in ("none", None, False):
                 raise base.wrong(
                     f"megatron.{name}",
                     f"must be {allowed}: layouts {what} are not searched yet; estimate --vary compares some",
@@ -196,8 +194,7 @@ class MegatronSearch(FrameworkSearch):
         return base.model_copy(update={"layout": updated(base.layout, {"zero": 1})})
 
     def unrunnable(self, space: Space, tp: int, cp: int, pp: int, vpp: int, microbatches: int) -> str:
-        given = space.base.experts
-        if given.overlap_exchange and pp > 1 and vpp == 1:
+        if space.base.experts.overlap_exchange and pp > 1 and vpp == 1:
             return "the exchange of tokens beside another micro-batch needs interleaved stages"
         if vpp > 1 and microbatches % pp:
             return "interleaving needs micro-batches in multiples of pp"

@@ -13,20 +13,17 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from math import lcm, prod
-from typing import TYPE_CHECKING
 
 from ...layers.autograd import ITEMSIZE, Shape, size_of
 from ...layers.megatron_core.precision import Low
 from ...layers.module import Parameter
 from ...optimizers.base import step_temporaries
+from ...plan.plan import Optimizer
 from ...tape.events import OWN_POOL, Category, Event, Hold, Stretch, drops, rounded
 from ...tape.program import Kept
 from ...values import NamedTuple, dataclass, replace
 from . import clipping
 from .clipping import cast
-
-if TYPE_CHECKING:
-    from ...plan.plan import Optimizer
 
 REGISTERED = OWN_POOL
 """Stream of the first pool of NCCL's: what lies in it is not used by others."""
@@ -282,8 +279,7 @@ def _made(parameter: Parameter, rules: Rules) -> Iterator[tuple[tuple[int, Categ
     if parameter.low is None or not parameter.low.parameters:
         yield (parameter.bytes(rules.dtype), own, parameter.name, parameter.shape, rules.dtype), False
         return
-    parts = parameter.low.kept_of_weight(parameter.shape)
-    for at, part in enumerate(parts):
+    for at, part in enumerate(parameter.low.kept_of_weight(parameter.shape)):
         name = f"{parameter.name}_{part.name}"
         stays = at > 0 or parameter.low.recipe == "mxfp8"
         yield (rounded(size_of(part.shape, part.dtype)), own, name, part.shape, part.dtype), stays

@@ -22,10 +22,9 @@ from ...search.time.updates import Exchange as Exchanged
 from ...search.time.updates import Replicas, beside
 from ...values import replace
 from .adapters import tuning_of
-from .entries import stage_entries
 from .from_plan import core_shape
 from .memory_rules import counts_on_device
-from .modules import end_module, layers_module, module_shapes, mtp_module, recomputes_further
+from .modules import end_module, layers_module, module_shapes, mtp_module, recomputes_further, stage_entries
 from .states import bucket_size
 
 SCATTERED = (1, 13)

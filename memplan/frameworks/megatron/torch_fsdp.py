@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING
 
 from ...layers.module import Options, Parameter
+from ...plan.plan import ResolvedPlan
 from ...tape.events import END_OF_GRADIENT, Category, Drop, Event, Hold, Stretch
 from ...tape.program import Chunk, Kept, Span
 from ...values import dataclass, replace
@@ -27,9 +27,6 @@ from ..fsdp.modules import MODEL, sharded, with_parameters, with_seams
 from ..fsdp.units import Sharding, Unit, shard, size
 from .modules import HEAD, LOSS
 from .states import Piece, Rules, optimized
-
-if TYPE_CHECKING:
-    from ...plan.plan import ResolvedPlan
 
 BUILDING = 3
 """The stream on which ``fully_shard`` is called (``training.py``, ``ddp_stream``)."""
@@ -141,8 +138,7 @@ def _built(units: Sequence[Unit], dtype: str, given: TorchFsdp, ids: Iterator[in
         for at, unit in _by_place(units):
             made[at] = whole(unit)
             yield from made[at]
-    order = [*range(1, len(units)), 0]
-    for at in order:
+    for at in [*range(1, len(units)), 0]:
         originals = made[at] if at in made else whole(units[at])
         yield from originals if given.from_host else ()
         for one in units[at].parameters:

@@ -226,8 +226,7 @@ class Compiled:
         def recipe(r: Recorder, x: Tensor) -> Run:
             cos, sin = _tables(r, shape, ended)
             mask = self._mask(r, ended)
-            parameters = self._parameters(r, part)
-            (out,) = run(r, x, part, parameters, {"mask": mask, "cos": cos, "sin": sin})
+            (out,) = run(r, x, part, self._parameters(r, part), {"mask": mask, "cos": cos, "sin": sin})
             return Run(out)
 
         return build("layer", recipe, recipes.hidden_interface(shape), self.options)

@@ -57,8 +57,7 @@ def _named(module: Module, count: int) -> tuple[Module, list[Drop]]:
     holds = {event.tensor: event for event in first.forward if isinstance(event, Hold)}
     ids = [Scope.CONTEXTS.id(count + at) for at in range(len(first.contexts))]
     drops = [Drop(id, holds[own].bytes, holds[own].category) for own, id in zip(first.contexts, ids, strict=True)]
-    made = replace(module, first=_renamed(first, ids), steady=_renamed(steady, ids))
-    return made, drops
+    return replace(module, first=_renamed(first, ids), steady=_renamed(steady, ids)), drops
 
 
 def _renamed(tapes: Tapes, ids: list[int]) -> Tapes:

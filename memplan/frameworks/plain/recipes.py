@@ -229,6 +229,5 @@ def returns(embedding: Module, kept: frozenset[int]) -> Module:
     """What ends when ``model.forward`` returns: the variables of its frame, and shared tensors that no
     layer keeps (those that were saved, or are needed to recompute, end with the first layer's backward)."""
     frame = drops(embedding.left)
-    ended = drops(hold for hold in embedding.shares if hold.tensor not in kept)
-    tapes = Tapes(frame + ended, (), 0, 0)
+    tapes = Tapes(frame + drops(hold for hold in embedding.shares if hold.tensor not in kept), (), 0, 0)
     return Module("return", tapes, tapes, frame + drops(embedding.shares), ())

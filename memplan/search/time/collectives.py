@@ -35,8 +35,7 @@ class Group(NamedTuple):
 
 def group(ranks: int, stride: int, node: int) -> Group:
     """``ranks`` that are ``stride`` apart, on nodes of ``node`` GPUs."""
-    local = max(1, min(ranks, node // stride))
-    return Group(ranks, local, stride)
+    return Group(ranks, max(1, min(ranks, node // stride)), stride)
 
 
 class _Protocol(NamedTuple):

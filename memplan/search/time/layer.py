@@ -61,8 +61,7 @@ def _clock(work: Passes, rates: Rates, ranks: Ranks, host: Host) -> float:
 def _passes(work: Passes, rates: Rates, ranks: Ranks, host: Host) -> tuple[float, float, float]:
     """Forward, backward, and exposed communication of both."""
     before, behind = _read(work.forward)
-    replayed = work.forward_replayed
-    first = _pass(before, rates, ranks, host, False, replayed)
+    first = _pass(before, rates, ranks, host, False, work.forward_replayed)
     second = _pass(behind, rates, ranks, host, False, NO_CALLS)
     back = _pass(work.backward, rates, ranks, host, True, work.backward_replayed)
     return first[0] + second[0], back[0], first[1] + second[1] + back[1]
