@@ -124,8 +124,6 @@ class Fsdp(Framework):
             dtypes = {"parameters": "fp32" if precision.autocast else precision.dtype, "reduce": precision.dtype}
             update = {name: dtype for name, dtype in dtypes.items() if name not in given}
             return {"fsdp": plan.fsdp.model_copy(update=update)}
-        from .titan import MODELS
-
         given, changed = plan.fsdp.model_fields_set, dict[str, object]()
         if plan.lora.rank is not None and "parameters" not in given and self.runs_transformers(plan):
             changed["parameters"] = plan.precision.dtype
@@ -134,10 +132,8 @@ class Fsdp(Framework):
             changed |= {"ends_apart": True, "reshard_root": False}
         if layout.pp > 1 and "reshard_after_forward" not in given:
             changed["reshard_after_forward"] = False
-        titan = MODELS.get(plan.model.family) if plan.fsdp.code == "torchtitan" else None
-        apart = titan is not None and (titan.ends_apart or plan.fsdp.newest or plan.loss.kind == "chunked")
-        if apart and "ends_apart" not in given:
-            changed["ends_apart"] = True
+        if plan.fsdp.code == "torchtitan":
+            changed |= _ends_of_torchtitan(plan, layout)
         return {"fsdp": plan.fsdp.model_copy(update=changed)} if changed else {}
 
     def runs_transformers(self, plan: Plan) -> bool:
@@ -249,6 +245,20 @@ class Fsdp(Framework):
         from . import flat, programs
 
         return flat.programs(plan, options) if plan.fsdp.version == "1" else programs.programs(plan, options)
+
+
+def _ends_of_torchtitan(plan: Plan, layout: Layout) -> dict[str, object]:
+    """Pipeline stages are those of its newest releases: from 0.2.0 on ``apply_fsdp`` has embedding, and norm with head,
+    as units of their own with and without stages, and from 0.2.1 on the schedule returns no outputs. Where these are
+    no units (0.1.0, and in December 2024) it returns them."""
+    from .titan import MODELS
+
+    given, titan = plan.fsdp.model_fields_set, MODELS.get(plan.model.family)
+    if "ends_apart" in given:
+        outputs = layout.pp > 1 and not plan.fsdp.ends_apart and "return_outputs" not in given
+        return {"return_outputs": True} if outputs else {}
+    newer = plan.fsdp.newest or plan.loss.kind == "chunked" or layout.pp > 1
+    return {"ends_apart": True} if titan is not None and (titan.ends_apart or newer) else {}
 
 
 def _check_ends(plan: ResolvedPlan) -> None:
