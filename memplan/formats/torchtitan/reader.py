@@ -381,8 +381,9 @@ class _Finish:
     def _sequences(self, tokens: Node, name: str) -> int:
         length = self.settings.integer(*LENGTH, default=2048).whole
         if tokens.whole % length:
+            way = f" (--set {LENGTH[0]}={tokens.whole} takes them as one sequence)" if name == TOKENS else ""
             raise tokens.wrong(
-                name, f"must be a multiple of {LENGTH[0]}, which is {length}: other packing is not modelled"
+                name, f"must be a multiple of {LENGTH[0]}, which is {length}: other packing is not modelled{way}"
             )
         return tokens.whole // length
 

@@ -222,13 +222,20 @@ def _shards(reader: Reader) -> None:
 def _reshard(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
     policy = settings.word(*RESHARD, default="default", choices=("default", "always", "never"))
-    if policy.value == "always":
-        kept = "norm and head" if settings.era.day >= ENDS_APART else "the last layer"
-        problem = f"must be default or never: that {kept} are resharded, too, is not modelled"
+    if policy.value == "always" and settings.era.day < ENDS_APART:
+        problem = "must be default or never: that the last layer is resharded, too, is not modelled"
         raise PlanError(settings.name(*RESHARD), "always", problem, origin=policy.origin)
+    if policy.value == "always":
+        building.put("fsdp.reshard_root", Node(True, policy.origin), *RESHARD)
     if policy.value == "never":
         building.put("fsdp.reshard_after_forward", Node(False, policy.origin), *RESHARD)
     building.because(RESHARD, "fsdp.reshard_after_forward: false with pipeline stages")
+
+
+def _policy(plan: Plan) -> str:
+    if plan.fsdp.reshard_root:
+        return "always"
+    return "default" if _in_stages(plan) or plan.fsdp.reshard_after_forward else "never"
 
 
 def _graphs(reader: Reader) -> None:
@@ -319,7 +326,7 @@ def _way(settings: Settings) -> Node:
         return Node("fused" if fused.value else "foreach", fused.origin)
     way = settings.word(name, default="fused", choices=("for-loop", "foreach", "fused", "fused_opt_states_bf16"))
     if way.value == "fused_opt_states_bf16":
-        raise way.wrong(name, "is not modelled: states in bf16 beside fp32 parameters")
+        raise way.wrong(name, f"is not modelled: states in bf16 (--set {name}=fused has them in fp32)")
     return way
 
 
@@ -482,7 +489,7 @@ ROWS = (
         "fsdp.reshard_after_forward",
         "parallelism",
         read=_reshard,
-        value=lambda plan: "default" if _in_stages(plan) or plan.fsdp.reshard_after_forward else "never",
+        value=_policy,
     ),
     Row(TP[0], "layout.tp", "parallelism", default=1, older=TP[1:]),
     Row(

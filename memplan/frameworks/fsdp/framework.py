@@ -93,7 +93,8 @@ class Fsdp(Framework):
         if "sequence_parallel" in layout.model_fields_set and not layout.sequence_parallel:
             raise plan.wrong(
                 "layout.sequence_parallel",
-                "must be true with framework fsdp and tp > 1: torchtitan's always shards the sequence",
+                "must be true with framework fsdp and tp > 1: torchtitan shards the sequence; that it need not since "
+                "March 2026 (enable_sequence_parallel) is not modelled (--sequence-parallel)",
             )
         shared = {"etp": layout.tp if layout.ep == 1 else layout.etp or 1} if plan.model.experts else {}
         return layout.model_copy(update={"sequence_parallel": True, **shared})
@@ -128,7 +129,8 @@ class Fsdp(Framework):
         if plan.lora.rank is not None and "parameters" not in given and self.runs_transformers(plan):
             changed["parameters"] = plan.precision.dtype
         later = release(plan, "accelerate") >= ENDS_APART
-        if plan.fsdp.reshard_root and not plan.compile and "ends_apart" not in given and later:
+        root = plan.fsdp.reshard_root and self.runs_transformers(plan)
+        if root and not plan.compile and "ends_apart" not in given and later:
             changed |= {"ends_apart": True, "reshard_root": False}
         if layout.pp > 1 and "reshard_after_forward" not in given:
             changed["reshard_after_forward"] = False
@@ -276,6 +278,22 @@ def _check_ends(plan: ResolvedPlan) -> None:
         )
 
 
+def _check_resharded(plan: ResolvedPlan) -> None:
+    """torchtitan's policy "always", which no unit is exempt from."""
+    for path, kept, why in (
+        ("layout.pp", 1, "in stages it is not modelled"),
+        ("fsdp.ends_apart", True, "norm and head are no unit of their own otherwise"),
+        ("fsdp.reshard_after_forward", True, "the policy is one for all units"),
+        ("model.tied_embeddings", False, "the unit that has the embedding, too, is not modelled so"),
+        ("layout.ep", 1, "it is not modelled where ranks share experts"),
+    ):
+        if plan.at(path) != kept:
+            unless = f"{path} is {str(kept).lower()}"
+            raise plan.wrong(
+                "fsdp.reshard_root", f"must be false (torchtitan's policy default or never) unless {unless}: {why}"
+            )
+
+
 def _check_loss_of_trl(plan: ResolvedPlan) -> None:
     """With trl's reference, which waits or runs (``reference``)."""
     trainer, loop = plan.trainer, plan.trainer.loop
@@ -302,6 +320,8 @@ def _check_version_2(plan: ResolvedPlan) -> None:
         field = "kernels.lora" if plan.kernels.lora == "unsloth" else "quantisation.kind"
         raise plan.wrong(field, "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)")
     if plan.fsdp.code == "torchtitan":
+        if plan.fsdp.reshard_root:
+            _check_resharded(plan)
         for field, _ in plan.kernels.changed():
             raise plan.wrong(f"kernels.{field}", "must be left out: torchtitan has its own layers")
         if plan.loss.kind in OF_TRANSFORMERS:

@@ -86,6 +86,8 @@ def test_release_0_2(read: Read) -> None:
     assert (plan.optimizer.implementation, plan.fsdp.parameters, plan.precision.dtype) == ("fused", "bf16", "bf16")
     assert (plan.fsdp.ends_apart, plan.fsdp.per_operator, plan.batch.mbs) == (True, True, 8)
     assert read(RELEASE_0_2, "torchtitan=0.2.0").assumptions[0] == "torchtitan 0.2.0 (2025-10-17): as --set says"
+    always = read(RELEASE_0_2, "parallelism.fsdp_reshard_after_forward=always").plan
+    assert (plan.fsdp.reshard_root, always.fsdp.reshard_root) == (False, True)
 
 
 def test_saved_configurations(read: Read) -> None:
