@@ -52,6 +52,7 @@ from .table import (
     GLOBAL_BATCH,
     LENGTH,
     LOSS_WHOLE,
+    OUTPUTS_DROPPED,
     PP,
     REPLICATE,
     RESHARD,
@@ -286,6 +287,7 @@ class _Finish:
                 put("layout.sequence_parallel", self.settings.switch(SEQUENCE))
         if layout.pp > 1:
             put("fsdp.reshard_after_forward", Node(False, self.settings.where(*RESHARD)))
+            put("fsdp.return_outputs", Node(self.settings.era.day < OUTPUTS_DROPPED, self.settings.where(*PP)))
             cut = stages(self.settings, plan.model.layers, layout.pp)
             put("pipeline.schedule", Node(cut.schedule, self.settings.where(*PP)))
             if "layout.vpp" not in read.origins and "pipeline.partition" not in read.origins:

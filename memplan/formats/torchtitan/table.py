@@ -197,14 +197,6 @@ def _has(node: Node, names: set[str]) -> bool:
 # -- layout and batch ---------------------------------------------------------------------------------
 
 
-def _outputs(reader: Reader) -> None:
-    settings = reader.settings
-    stages = settings.integer(*PP, default=1)
-    reader.building.put("layout.pp", stages, *PP)
-    if stages.value != 1 and "pp" not in reader.context:
-        reader.building.put("fsdp.return_outputs", settings.era.day < OUTPUTS_DROPPED)
-
-
 def _shards(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
     shards = settings.optional(*SHARD)
@@ -500,7 +492,7 @@ ROWS = (
         without_effect=later("with tensor parallelism: loss.kind"),
         value=lambda plan: plan.layout.tp > 1 and plan.loss.kind == "plain",
     ),
-    Row(PP[0], "layout.pp", "parallelism", read=_outputs),
+    Row(PP[0], "layout.pp", "parallelism", default=1, older=PP[1:]),
     Row(CP[0], "layout.cp", "parallelism", default=1, older=CP[1:]),
     Row(
         SEQUENCE, "layout.sequence_parallel", without_effect=later("with tensor parallelism: layout.sequence_parallel")

@@ -176,6 +176,15 @@ def test_older_pipelines(read: Read) -> None:
     assert read(more, "experimental.pipeline_parallel_microbatches=8").plan.pipeline.partition == (0, 3, 10, 33, 35)
 
 
+@pytest.mark.parametrize(("release", "kept"), [("0.2.0", True), ("0.2.1", False)])
+def test_stages_that_a_flag_asks_for_are_those_of_the_files_release(read: Read, release: str, kept: bool) -> None:
+    over = f"torchtitan={release}"
+    for found in (read(RELEASE_0_2, over, pp="4"), read(RELEASE_0_2, over, "parallelism.pipeline_parallel_degree=4")):
+        given = resolve(found.plan).fsdp
+        assert (given.ends_apart, given.return_outputs) == (True, kept)
+    assert not read(RELEASE_0_2, over, pp="4", **{"return-outputs": "false"}).plan.fsdp.return_outputs
+
+
 def test_tensor_parallel_ranks_have_their_part_of_the_loss(read: Read) -> None:
     def kind(config: object, *over: str, **flags: str) -> object:
         return read(config, *over, **flags).plan.loss.kind
