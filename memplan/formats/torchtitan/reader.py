@@ -61,6 +61,7 @@ from .table import (
     SHARD,
     TOKENS,
     TP,
+    compiled_loss,
     expert_parts,
     expert_ranks,
     torchtitan_plan,
@@ -270,6 +271,7 @@ class _Finish:
         replica = layout.tp * layout.pp * layout.cp
         put("layout.ep", expert_ranks(self.settings, plan))
         put("layout.etp", expert_parts(self.settings))
+        put("fsdp.compile_loss", compiled_loss(self.settings, plan))
         if layout.dp is None and gpus % replica:
             return read  # the plan's own checks say so
         dp = data_parallel(read)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...frameworks import framework
@@ -411,13 +411,21 @@ def _loss(reader: Reader) -> None:
 
 
 def _compile(reader: Reader) -> None:
-    """Layers, and since April 2025 the loss (``build_cross_entropy_loss``)."""
-    settings, building = reader.settings, reader.building
-    on, parts = settings.switch(*COMPILE), ("model", "loss")
-    components = settings.words(COMPONENTS) if settings.has(COMPONENTS) else parts
-    building.put("fsdp.compile", Node(bool(on.value) and "model" in components, on.origin), *COMPILE)
-    whole = bool(on.value) and "loss" in components and settings.era.day >= LOSS_COMPILED
-    building.put("fsdp.compile_loss", Node(whole, on.origin), COMPONENTS)
+    on, components = _compiled(reader.settings)
+    reader.building.put("fsdp.compile", Node(bool(on.value) and "model" in components, on.origin), *COMPILE)
+    reader.building.because(COMPONENTS, "fsdp.compile, fsdp.compile_loss")
+
+
+def _compiled(settings: Settings) -> tuple[Node, Sequence[str]]:
+    """Whether a job is compiled, and what of it."""
+    return settings.switch(*COMPILE), settings.words(COMPONENTS) if settings.has(COMPONENTS) else ("model", "loss")
+
+
+def compiled_loss(settings: Settings, plan: Plan) -> Node:
+    """Since April 2025 a compiled job's loss is, too (``build_cross_entropy_loss``), also if a flag compiles it."""
+    on, components = _compiled(settings)
+    compiled = (bool(on.value) or plan.fsdp.compile) and settings.era.day >= LOSS_COMPILED
+    return Node(compiled and "loss" in components, on.origin)
 
 
 def _components(plan: Plan) -> list[str] | None:

@@ -244,10 +244,11 @@ def test_the_command(read: Read, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compiled_jobs(read: Read) -> None:
-    """Layers and loss are parts (``compile.components``); before April 2025 the loss was not compiled."""
+    """Layers and loss are parts (``compile.components``); before April 2025 the loss was not compiled. --compile asks
+    for what ``compile.enable`` does."""
 
-    def parts(text: str, *settings: str) -> tuple[bool, bool]:
-        given = read(text, *settings).plan.fsdp
+    def parts(text: str, *settings: str, **flags: str) -> tuple[bool, bool]:
+        given = read(text, *settings, **flags).plan.fsdp
         return given.compile, given.compile_loss
 
     on = "compile.enable=true"
@@ -255,6 +256,10 @@ def test_compiled_jobs(read: Read) -> None:
     assert parts(RELEASE_0_2, on) == (True, True)
     assert parts(RELEASE_0_2, on, "compile.components=loss") == (False, True)
     assert parts(DECEMBER_2024, "training.compile=true") == (True, False)
+    assert parts(RELEASE_0_2, compile="true") == (True, True)
+    assert parts(RELEASE_0_2, "compile.components=model", compile="true") == (True, False)
+    assert parts(RELEASE_0_2, on, compile="false") == (False, True)
+    assert parts(DECEMBER_2024, compile="true") == (True, False)
 
 
 def test_the_default_optimizer_runs_on_the_host(read: Read) -> None:
