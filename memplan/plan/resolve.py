@@ -123,7 +123,7 @@ def _check_functions(plan: ResolvedPlan) -> None:
 # -- resolve -------------------------------------------------------------------------------------------
 
 
-FOLLOW = frozenset({"layout.sequence_parallel", "fsdp.reshard_after_forward"})
+FOLLOW = frozenset({"layout.sequence_parallel", "fsdp.reshard_after_forward", "fsdp.ends_apart", "fsdp.return_outputs"})
 """Fields whose default, once it is written down, says something else than leaving them out: other fields decide."""
 
 CUTOFFS = (20_000, 80_000)

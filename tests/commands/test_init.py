@@ -13,7 +13,7 @@ from memplan.formats.exported import as_flag, as_text, differences, flag_words, 
 from memplan.plan.fields import plan_fields
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
-from memplan.plan.resolve import resolve
+from memplan.plan.resolve import FOLLOW, resolve
 from tests.formats import deepspeed_plans, device_map_plans, megatron_deepspeed_plans, megatron_plans, torchtitan_plans
 
 PLANS = st.one_of(
@@ -35,9 +35,15 @@ def flags_of(plan: Plan) -> list[str]:
         if path == "device_map" and value is not None:
             placed = ", ".join(f"{device}: [{as_text(tuple(layers))}]" for device, layers in value.items())
             words += ["--device-map", f"{{{placed}}}"]
-        elif value != field.default or path == "precision.dtype":  # its default depends on the GPU
+        elif value != field.default or path == "precision.dtype" or _is_said(plan, path):  # which the GPU decides
             words += flag_words(*as_flag(plan, path))
     return words
+
+
+def _is_said(plan: Plan, path: str) -> bool:
+    """Somebody set a field whose default others decide."""
+    section, _, name = path.partition(".")
+    return path in FOLLOW and name in getattr(plan, section).model_fields_set
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
@@ -56,6 +62,7 @@ TITAN = ["--model", "llama-3-8b", "--framework", "fsdp", "--fsdp-code", "torchti
     [
         [*TITAN, "--tp", "2"],
         [*TITAN, "--pp", "2", "--gbs", "32"],
+        [*TITAN, "--model", "qwen3-8b"],
         ["--framework", "ddp", "--gpus", "4"],
         ["--framework", "device-map", "--gpus", "4"],
         ["--framework", "megatron", "--model", "gpt3-175b", "--tp", "8", "--pp", "2"],

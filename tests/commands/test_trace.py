@@ -72,7 +72,7 @@ TITAN += [
     "--mbs=1",
     "--seq=32",
 ]
-PIPELINE = [*TITAN, "--layers=3", "--pp=3", "--gbs=8"]
+PIPELINE = [*TITAN, "--layers=3", "--pp=3", "--gbs=8", "--partition=0,2,3,6"]
 
 
 @pytest.mark.usefixtures("here")

@@ -59,6 +59,19 @@ def test_the_release_is_the_plans() -> None:
     assert of(PIPE, **{"return-outputs": "true"})[0].settings == ("torchtitan=0.2.0",)
 
 
+@pytest.mark.parametrize(
+    ("flags", "release"), [({}, None), ({"return-outputs": "true"}, "0.2.0"), ({"ends-apart": "false"}, "0.1.0")]
+)
+def test_stages_of_no_named_release_are_the_newests(flags: dict[str, str], release: str | None) -> None:
+    """Written for the newest release, the plan reads back as it is; other releases are written for where they are
+    asked for."""
+    done, job = of({**JOB, "gpus": "16", "pp": "4", "tp": "2", "gbs": "16", **flags})
+    assert done.settings == (() if release is None else (f"torchtitan={release}",))
+    assert job["parallelism"]["pipeline_parallel_degree"] == 4
+    assert "module_fqns_per_model_part" not in job["parallelism"]
+    assert ("pipeline_parallel_split_points" in job["parallelism"]) == (release == "0.1.0")
+
+
 def test_stages_are_named_only_where_torchtitan_would_cut_elsewhere() -> None:
     """32 layers, embedding and head as one each, on 4 ranks: 9, 9, 8, 8."""
     own = "0,9,18,26,35"
@@ -97,7 +110,7 @@ def test_a_pipelines_batch_is_of_all_its_microbatches() -> None:
         ),
         ({"gradient-sync": "false"}, "fsdp.gradient_sync = false: cannot be said in torchtitan's job configuration"),
         (
-            {**PIPE, "ends-apart": "false"},
+            {**PIPE, "ends-apart": "false", "return-outputs": "false"},
             "fsdp.ends_apart = false: must be true with stages (--ends-apart), or fsdp.return_outputs (",
         ),
         ({"framework": "ddp", "fsdp-code": "transformers", "ends-apart": "false"}, "framework = ddp: must be fsdp"),

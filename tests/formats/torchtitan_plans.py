@@ -38,6 +38,8 @@ def plans(draw: st.DrawFn) -> Plan:
     if pp == 1:
         fsdp["reshard_after_forward"] = st.booleans()
     later = draw(st.booleans())
+    if pp == 1 and later and draw(st.booleans()):
+        fsdp |= {"reshard_after_forward": st.just(True), "reshard_root": st.booleans()}
     if later:
         fsdp["parameters"] = st.sampled_from(["fp32", "bf16"])
     outputs = pp > 1 and (not later or draw(st.booleans()))

@@ -7,8 +7,10 @@ from itertools import takewhile
 import pytest
 
 from memplan.allocator.caching import AllocatorSettings
+from memplan.allocator.recorded import Request, record
 from memplan.allocator.replay import replay
 from memplan.estimate import detail, estimate, programs_of
+from memplan.frameworks.fsdp.hooks import REDUCING
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
@@ -30,6 +32,8 @@ FLAGS = {
 }
 INTERLEAVED = {**FLAGS, "pp": "2", "vpp": "4"}
 PARTS = {**FLAGS, "tp": "2"}
+OLD = {"ends-apart": "false"}
+"""torchtitan before 28 July 2025."""
 
 
 def plan_of(flags: dict[str, str]) -> Plan:
@@ -51,11 +55,60 @@ def test_parameters_stay_whole_unless_somebody_says_otherwise() -> None:
     assert plan_of({**FLAGS, "pp": "1"}).fsdp.reshard_after_forward
 
 
+@pytest.mark.parametrize(
+    ("flags", "apart", "outputs"),
+    [
+        ({}, True, False),
+        ({"return-outputs": "true"}, True, True),
+        (OLD, False, True),
+        ({"pp": "1"}, False, False),
+        ({"pp": "1", **OLD}, False, False),
+        ({"tp": "2", "vpp": "2"}, True, False),
+    ],
+    ids=["0.2.1", "0.2.0", "0.1.0", "one-stage", "one-old-stage", "interleaved"],
+)
+def test_stages_are_those_of_a_release(flags: dict[str, str], apart: bool, outputs: bool) -> None:
+    """``apply_fsdp`` and ``train.py`` (``pp_schedule.step``) of torchtitan's tags v0.1.0, v0.2.0, v0.2.1 and v0.2.2."""
+    given = plan_of({**FLAGS, **flags}).fsdp
+    assert (given.ends_apart, given.return_outputs) == (apart, outputs)
+
+
+class Segments:
+    """Bytes of the segments that the stream of reductions takes."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def begins(self, request: Request) -> None:
+        pass
+
+    def ends(self, address: int, size: int, stream: int) -> None:
+        pass
+
+    def reserves(self, address: int, size: int, stream: int) -> None:
+        self.taken += size if stream == REDUCING else 0
+
+
+@pytest.mark.parametrize(("old", "mebibytes"), [(False, 3 * 834 + 2 * 2006), (True, 2 * 2006 + 834)])
+def test_the_allocator_reserves_more_where_the_ends_are_reduced_last(old: bool, mebibytes: int) -> None:
+    """``perform_reduce_grad`` reduces units in the order of ``named_modules()``: norm and head as a unit of their own
+    behind the layers, as a part of the root before them. With one shard a reduction has an output, which stays, and a
+    copy that is divided: 832 MiB of each of two layers, 2,004 of norm and head, in segments of whole 2 MiB.
+
+    Behind the layers: output and copy; the next output in the room of that copy, and a copy; output and copy of the
+    ends. Before them: output and copy of the ends; output and copy of a layer in the room of that copy; the next
+    output in the room of the layer's copy, and a copy."""
+    flags = {**FLAGS, "layers": "4", "pp": "2", "dp": "1", "gbs": "2", "return-outputs": "false"}
+    witness = Segments()
+    record(programs({**flags, **OLD} if old else flags)[-1], AllocatorSettings(), (), witness)
+    assert witness.taken == mebibytes << 20
+
+
 def test_every_rank_says_what_it_holds() -> None:
     result = estimate(plan_of(INTERLEAVED))
     first, second = result.stages
-    assert first.modules == ("embedding", *(f"layer.{at}" for at in (0, 2, 4, 6)))
-    assert second.modules == (*(f"layer.{at}" for at in (1, 3, 5, 7)), "final_norm", "head", "loss")
+    assert first.modules == ("embedding", *(f"layer.{at}" for at in (0, 3, 5, 7)))
+    assert second.modules == (*(f"layer.{at}" for at in (1, 2, 4, 6)), "final_norm", "head", "loss")
     assert (first.ranks, second.ranks) == ((0, 1), (2, 3))
     assert first.moments["evaluation"] is None
     assert any("torch.distributed.pipelining" in line for line in result.assumptions)
@@ -64,8 +117,8 @@ def test_every_rank_says_what_it_holds() -> None:
 
 def test_layers_are_split_by_the_age_of_torchtitan() -> None:
     flags = {**FLAGS, "layers": "7"}
-    assert [len(program.entries) for program in programs(flags)] == [2, 2, 2, 5]
-    assert [len(program.entries) for program in programs({**flags, "ends-apart": "true"})] == [3, 2, 2, 4]
+    assert [len(program.entries) for program in programs({**flags, **OLD})] == [2, 2, 2, 5]
+    assert [len(program.entries) for program in programs(flags)] == [3, 2, 2, 4]
     by_hand = programs({**FLAGS, "partition": "0,1,6,8,11"})
     assert [program.entries[0] for program in by_hand] == ["embedding", "layer.0", "layer.5", "layer.7"]
 
@@ -75,8 +128,8 @@ def test_every_second_layer_is_one_of_the_ranks_own() -> None:
     rank = programs({**INTERLEAVED, "recompute": "full", "recompute-every": "2"})[0]
     kept = {span.names[0]: span.module.steady.forward_fold.net for span in rank.spans}
     hidden = 256 * 4096 * 2
-    assert kept["layer.2"] == kept["layer.6"] == hidden
-    assert min(kept["layer.0"], kept["layer.4"]) > 10 * hidden
+    assert kept["layer.3"] == kept["layer.7"] == hidden
+    assert min(kept["layer.0"], kept["layer.5"]) > 10 * hidden
 
 
 def test_receive_buffers_are_there_for_every_micro_batch() -> None:
@@ -197,7 +250,8 @@ def test_the_reduction_is_among_the_details() -> None:
         ({"fsdp-offload": "true"}, "fsdp.offload", "offload in a pipeline is not modelled"),
         ({"gbs": "4"}, "batch.gbs", "gives 2 micro-batches; 1f1b needs at least as many as the 4 stages"),
         ({"pp": "2", "vpp": "2", "gbs": "10"}, "batch.gbs", "multiple of the 2 rounds"),
-        ({"vpp": "3"}, "layout.vpp", "makes 12 stages, which must be at most 8"),
+        ({"vpp": "3"}, "layout.vpp", "makes 12 stages, which must be at most 10: the 8 layers, embedding and head"),
+        ({**OLD, "vpp": "3"}, "layout.vpp", "makes 12 stages, which must be at most 8: the 8 layers"),
         ({"pp": "16", "gbs": "64"}, "layout.pp", "makes 16 stages"),
         ({"pp": "1", "vpp": "2"}, "layout.vpp", "nothing to interleave"),
         ({"pp": "1", "schedule": "gpipe"}, "pipeline.schedule", "needs pipeline parallelism"),

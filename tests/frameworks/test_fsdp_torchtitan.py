@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from memplan.estimate import detail
 from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
@@ -26,6 +27,7 @@ SIZES = Sizes(hidden=192, heads=6, kv_heads=2, ffn=448, vocab=1003, layers=4, b=
 class Case:
     recompute: ActivationCheckpointing
     ends_apart: bool = False
+    reshard_ends: bool = False
     sizes: Sizes = SIZES
     shards: int = 8
 
@@ -41,6 +43,8 @@ CASES = {
     "full-mqa": Case(ActivationCheckpointing("full"), sizes=MQA, shards=2),
     "op": Case(ActivationCheckpointing("op")),
     "op-ends-apart": Case(ActivationCheckpointing("op"), ends_apart=True),
+    "none-ends-resharded": Case(ActivationCheckpointing("none"), ends_apart=True, reshard_ends=True),
+    "op-ends-resharded": Case(ActivationCheckpointing("op"), ends_apart=True, reshard_ends=True, sizes=MQA, shards=2),
     "op-mha": Case(ActivationCheckpointing("op"), sizes=MHA, shards=3),
     "full": Case(ActivationCheckpointing("full")),
     "every-second-layer-ends-apart": Case(ActivationCheckpointing("full", 2), ends_apart=True),
@@ -81,11 +85,15 @@ def test_every_event(case: Case) -> None:
     batch = plan.batch.model_copy(update={"gbs": case.sizes.b * case.shards})
     layout = plan.layout.model_copy(update={"dp": case.shards})
     plan = plan.model_copy(update={"batch": batch, "layout": layout})
-    model = torchtitan_model(plan, Options(accumulates_in_place=False), case.recompute, ends_apart=case.ends_apart)
+    options, ends = (
+        Options(accumulates_in_place=False),
+        {"ends_apart": case.ends_apart, "reshard_ends": case.reshard_ends},
+    )
+    model = torchtitan_model(plan, options, case.recompute, **ends)
     program = fsdp.program(plan, model, Sharding(case.shards))
     modes = [case.recompute.of(layer) for layer in range(case.sizes.layers)]
     sharding = oracle.Sharding(case.shards)
-    steps = oracle.traced(builder(case.sizes, sharding, modes, ends_apart=case.ends_apart), sharding)
+    steps = oracle.traced(builder(case.sizes, sharding, modes, **ends), sharding)
     check_every_event(program, steps)
 
 
@@ -97,3 +105,28 @@ def test_what_has_no_recipe_is_refused(flags: dict[str, str], says: str) -> None
     plan = resolve(read_plan(None, {"model": "llama-3-8b", "framework": "single", "dtype": "bf16", **flags}).plan)
     with pytest.raises(PlanError, match=says):
         torchtitan_model(plan, Options(), ActivationCheckpointing())
+
+
+def titan(**flags: str) -> Plan:
+    job = {"model": "llama-3-8b", "framework": "fsdp", "fsdp-code": "torchtitan", "gpus": "4", "layers": "2"}
+    return resolve(read_plan(None, {**job, "seq": "256", "gbs": "4", "reshard-root": "true", **flags}).plan)
+
+
+def test_chunks_reshard_norm_and_head_by_themselves() -> None:
+    """``ChunkedLossWrapper`` leaves ``set_reshard_after_forward(True)`` behind, whatever the policy was."""
+    newest = {"fsdp-newest": "true", "loss": "chunked"}
+    always, default = (titan(**newest, **{"reshard-root": value}) for value in ("true", "false"))
+    assert detail(always, 0) == detail(default, 0)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ({}, "unless fsdp.ends_apart is true: norm and head are no unit"),
+        ({"pp": "2"}, "unless layout.pp is 1: in stages"),
+        ({"ends-apart": "true", "reshard-after-forward": "false"}, "unless fsdp.reshard_after_forward is true"),
+    ],
+)
+def test_a_policy_without_a_model_is_refused(flags: dict[str, str], says: str) -> None:
+    with pytest.raises(PlanError, match=f"fsdp.reshard_root = true: must be false .* {says}"):
+        titan(**flags)

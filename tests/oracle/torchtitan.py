@@ -71,10 +71,12 @@ def builder(
     modes: Sequence[str],
     *,
     ends_apart: bool,
+    reshard_ends: bool = False,
     convert: Callable[[nn.Module], object] = lambda _: None,
 ) -> Callable[[DeviceMesh], tuple[Any, Callable[[], torch.Tensor]]]:
     """What makes the model; ``modes``: recompute of each block; ``ends_apart``: embedding, and norm with head,
-    are units of their own, as later releases have it; ``convert``: what becomes of the model before."""
+    are units of their own, as later releases have it, and norm with head is resharded (``reshard_ends``) where all
+    units are; ``convert``: what becomes of the model before."""
 
     def build(mesh: DeviceMesh) -> tuple[Any, Callable[[], torch.Tensor]]:
         model = llama(sizes)
@@ -82,7 +84,7 @@ def builder(
         common: dict[str, Any] = {"mesh": mesh, "mp_policy": sharding.policy}
         if ends_apart:
             fully_shard(model.tok_embeddings, **common)
-            fully_shard([model.norm, model.output], **common, reshard_after_forward=False)
+            fully_shard([model.norm, model.output], **common, reshard_after_forward=reshard_ends)
         for name, block in list(model.layers.items()):
             kept = not ends_apart and int(name) == sizes.layers - 1
             model.layers[name] = recomputed(block, sizes, modes[int(name)])

@@ -77,7 +77,11 @@ SPACES: dict[str, tuple[dict[str, str], float]] = {
     "fsdp, adapters": ({**LLAMA, "framework": "fsdp", "gpus": "8", "gbs": "64", "lora-rank": "8"}, 0.9),
     "torchtitan": ({**TITAN, "gpus": "8", "gbs": "96"}, 0.7),
     "torchtitan, every second": ({**TITAN, "gpus": "8", "gbs": "96", "recompute-every": "2"}, 0.7),
-    "torchtitan, ends apart": ({**TITAN, "gpus": "8", "gbs": "96", "ends-apart": "true"}, 0.7),
+    "torchtitan, old stages": ({**TITAN, "gpus": "8", "gbs": "96", "ends-apart": "false"}, 0.7),
+    "torchtitan, all resharded": (
+        {**TITAN, "gpus": "8", "gbs": "96", "ends-apart": "true", "reshard-root": "true"},
+        0.7,
+    ),
     "torchtitan, chunks": (
         {**TITAN, "gpus": "8", "gbs": "96", "seq": "256", "ends-apart": "true", "loss": "chunked"},
         0.5,

@@ -14,22 +14,25 @@ from memplan.trace.recording import BACKWARD, BETWEEN, FORWARD, LOSS, REDUCE, Tr
 from .titan_cases import GROUPED, ONE_SEQUENCE, WIDE_HEADS, found, plan_of
 
 FULL, OPERATORS = {"recompute": "full"}, {"recompute-per-operator": "true"}
-THREE = {"layers": "3", "pp": "3", "gbs": "24"}
+THREE = {"layers": "4", "pp": "3", "gbs": "24"}
+"""One layer, two, and one: embedding and head count as layers."""
+OLD = {"ends-apart": "false"}
 CHUNKS = {"layers": "4", "pp": "2", "vpp": "2"}
 FP32 = {"dtype": "fp32"}
 WHOLE = {"loss": "plain", "return-outputs": "true"}
 CASES: dict[str, tuple[dict[str, str], int]] = {
-    "1f1b-first": ({**GROUPED, **THREE, "gbs": "32"}, 0),
+    "1f1b-first": ({**GROUPED, **THREE, **OLD, "gbs": "32"}, 0),
     "1f1b-middle-full": ({**GROUPED, **THREE, "gbs": "32", **FULL}, 1),
     "1f1b-last-operators": ({**WIDE_HEADS, **THREE, "gbs": "36", **OPERATORS}, 2),
+    "1f1b-last-old": ({**WIDE_HEADS, **THREE, **OLD, "gbs": "36", "return-outputs": "false"}, 2),
     "1f1b-first-every-second": ({**GROUPED, "layers": "4", "pp": "2", "gbs": "16", **FULL, "recompute-every": "2"}, 0),
     "gpipe-first-full": ({**ONE_SEQUENCE, **THREE, "gbs": "8", "schedule": "gpipe", **FULL}, 0),
     "gpipe-middle": ({**GROUPED, **THREE, "schedule": "gpipe", "fsdp-replicas": "2"}, 1),
-    "gpipe-last-outputs": ({**GROUPED, **THREE, "schedule": "gpipe", "return-outputs": "true"}, 2),
+    "gpipe-last-outputs": ({**GROUPED, **THREE, **OLD, "schedule": "gpipe"}, 2),
     "interleaved-first": ({**GROUPED, "layers": "4", "pp": "2", "vpp": "2", "gbs": "24"}, 0),
     "interleaved-middle": ({**ONE_SEQUENCE, "layers": "6", "pp": "3", "vpp": "2", "gbs": "12", **FULL}, 1),
     "interleaved-last-bf16": (
-        {**GROUPED, "layers": "4", "pp": "2", "vpp": "2", "gbs": "16", "fsdp-reduce": "bf16", "ends-apart": "true"},
+        {**GROUPED, "layers": "4", "pp": "2", "vpp": "2", "gbs": "16", "fsdp-reduce": "bf16"},
         1,
     ),
     "1f1b-tp-first": ({**GROUPED, **THREE, "gbs": "32", "tp": "2"}, 0),
@@ -42,13 +45,13 @@ CASES: dict[str, tuple[dict[str, str], int]] = {
     "interleaved-tp-first": ({**GROUPED, **CHUNKS, "gbs": "24", "tp": "2", **OPERATORS}, 0),
     "interleaved-tp-middle": ({**ONE_SEQUENCE, **CHUNKS, "layers": "6", "pp": "3", "gbs": "12", "tp": "2", **FULL}, 1),
     "interleaved-tp-last-apart": (
-        {**WIDE_HEADS, "layers": "4", "pp": "2", "vpp": "3", "gbs": "24", "tp": "2", "ends-apart": "true"},
+        {**WIDE_HEADS, "layers": "4", "pp": "2", "vpp": "3", "gbs": "24", "tp": "2"},
         1,
     ),
     "one-shard": ({**GROUPED, "layers": "2", "pp": "2", "gbs": "6", "dp": "1"}, 1),
     "one-shard-replicas": ({**GROUPED, "layers": "2", "pp": "2", "gbs": "8", "dp": "2", "fsdp-replicas": "2"}, 0),
     "one-shard-tp-first": ({**GROUPED, "layers": "4", "pp": "2", "gbs": "4", "dp": "1", "tp": "2"}, 0),
-    "one-shard-tp-last": ({**GROUPED, "layers": "4", "pp": "2", "gbs": "4", "dp": "1", "tp": "2"}, 1),
+    "one-shard-tp-last": ({**GROUPED, **OLD, "layers": "4", "pp": "2", "gbs": "4", "dp": "1", "tp": "2"}, 1),
     "one-shard-fp32-tp": ({**WIDE_HEADS, "layers": "2", "pp": "2", "gbs": "6", "dp": "1", "tp": "2", **FP32}, 1),
     "one-shard-interleaved-tp": ({**ONE_SEQUENCE, **CHUNKS, "gbs": "4", "dp": "1", "tp": "2", **FULL}, 0),
 }
@@ -115,7 +118,7 @@ def test_a_stage_has_only_its_own_modules() -> None:
     modules = {place.module.split(".")[0] for place in traced.recording.places}
     assert modules == {"", "layers"}
     layers = {place.module.split(".")[1] for place in traced.recording.places if place.module.startswith("layers")}
-    assert layers == {"1"}
+    assert layers == {"1", "2"}
     assert any(place.recompute for place in traced.recording.places)
     assert {BETWEEN, REDUCE} <= {place.phase for place in traced.recording.places}
 

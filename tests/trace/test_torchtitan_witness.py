@@ -57,13 +57,14 @@ def test_tensor_parallelism() -> None:
     same(traced({"tp": "2", "recompute-per-operator": "true"}), witness)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_pipeline(stage: int) -> None:
-    """What is held as each pass begins."""
+@pytest.mark.parametrize(("stage", "edges", "apart"), [(0, (0, 1, 2, 3, 4), False), (1, (0, 1, 3, 4, 4), True)])
+def test_pipeline(stage: int, edges: tuple[int, ...], apart: bool) -> None:
+    """What is held as each pass begins, of stages of December 2024 and of the newest, whose ends count as layers."""
     flags = {"pp": "2", "vpp": "2", "layers": "4", "gbs": "24", "schedule": "1f1b"}
-    pipeline = Pipeline((0, 1, 2, 3, 4), 2, "interleaved", 3)
+    flags |= {} if apart else {"ends-apart": "false", "return-outputs": "false"}
+    pipeline = Pipeline(edges, 2, "interleaved", 3)
     sizes_of_four = Sizes(hidden=192, heads=8, kv_heads=4, ffn=448, vocab=1008, layers=4, b=2, s=64)
-    witness = traced_pipeline(sizes_of_four, pipeline, stage, Sharding(4))
+    witness = traced_pipeline(sizes_of_four, pipeline, stage, Sharding(4), ends_apart=apart)
     ours = traced(flags, stage)
     changes = sizes(ours.recording.events)
     begins = [one.begin for one in ours.passes if one.what != "loss"]

@@ -52,6 +52,7 @@ from .table import (
     GLOBAL_BATCH,
     LENGTH,
     LOSS_WHOLE,
+    OUTPUTS_DROPPED,
     PP,
     REPLICATE,
     RESHARD,
@@ -60,6 +61,7 @@ from .table import (
     SHARD,
     TOKENS,
     TP,
+    compiled_loss,
     expert_parts,
     expert_ranks,
     torchtitan_plan,
@@ -269,6 +271,7 @@ class _Finish:
         replica = layout.tp * layout.pp * layout.cp
         put("layout.ep", expert_ranks(self.settings, plan))
         put("layout.etp", expert_parts(self.settings))
+        put("fsdp.compile_loss", compiled_loss(self.settings, plan))
         if layout.dp is None and gpus % replica:
             return read  # the plan's own checks say so
         dp = data_parallel(read)
@@ -286,6 +289,7 @@ class _Finish:
                 put("layout.sequence_parallel", self.settings.switch(SEQUENCE))
         if layout.pp > 1:
             put("fsdp.reshard_after_forward", Node(False, self.settings.where(*RESHARD)))
+            put("fsdp.return_outputs", Node(self.settings.era.day < OUTPUTS_DROPPED, self.settings.where(*PP)))
             cut = stages(self.settings, plan.model.layers, layout.pp)
             put("pipeline.schedule", Node(cut.schedule, self.settings.where(*PP)))
             if "layout.vpp" not in read.origins and "pipeline.partition" not in read.origins:
@@ -381,8 +385,9 @@ class _Finish:
     def _sequences(self, tokens: Node, name: str) -> int:
         length = self.settings.integer(*LENGTH, default=2048).whole
         if tokens.whole % length:
+            way = f" (--set {LENGTH[0]}={tokens.whole} takes them as one sequence)" if name == TOKENS else ""
             raise tokens.wrong(
-                name, f"must be a multiple of {LENGTH[0]}, which is {length}: other packing is not modelled"
+                name, f"must be a multiple of {LENGTH[0]}, which is {length}: other packing is not modelled{way}"
             )
         return tokens.whole // length
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from ...frameworks import framework
@@ -197,14 +197,6 @@ def _has(node: Node, names: set[str]) -> bool:
 # -- layout and batch ---------------------------------------------------------------------------------
 
 
-def _outputs(reader: Reader) -> None:
-    settings = reader.settings
-    stages = settings.integer(*PP, default=1)
-    reader.building.put("layout.pp", stages, *PP)
-    if stages.value != 1 and "pp" not in reader.context:
-        reader.building.put("fsdp.return_outputs", settings.era.day < OUTPUTS_DROPPED)
-
-
 def _shards(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
     shards = settings.optional(*SHARD)
@@ -222,13 +214,20 @@ def _shards(reader: Reader) -> None:
 def _reshard(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
     policy = settings.word(*RESHARD, default="default", choices=("default", "always", "never"))
-    if policy.value == "always":
-        kept = "norm and head" if settings.era.day >= ENDS_APART else "the last layer"
-        problem = f"must be default or never: that {kept} are resharded, too, is not modelled"
+    if policy.value == "always" and settings.era.day < ENDS_APART:
+        problem = "must be default or never: that the last layer is resharded, too, is not modelled"
         raise PlanError(settings.name(*RESHARD), "always", problem, origin=policy.origin)
+    if policy.value == "always":
+        building.put("fsdp.reshard_root", Node(True, policy.origin), *RESHARD)
     if policy.value == "never":
         building.put("fsdp.reshard_after_forward", Node(False, policy.origin), *RESHARD)
     building.because(RESHARD, "fsdp.reshard_after_forward: false with pipeline stages")
+
+
+def _policy(plan: Plan) -> str:
+    if plan.fsdp.reshard_root:
+        return "always"
+    return "default" if _in_stages(plan) or plan.fsdp.reshard_after_forward else "never"
 
 
 def _graphs(reader: Reader) -> None:
@@ -319,7 +318,7 @@ def _way(settings: Settings) -> Node:
         return Node("fused" if fused.value else "foreach", fused.origin)
     way = settings.word(name, default="fused", choices=("for-loop", "foreach", "fused", "fused_opt_states_bf16"))
     if way.value == "fused_opt_states_bf16":
-        raise way.wrong(name, "is not modelled: states in bf16 beside fp32 parameters")
+        raise way.wrong(name, f"is not modelled: states in bf16 (--set {name}=fused has them in fp32)")
     return way
 
 
@@ -412,13 +411,21 @@ def _loss(reader: Reader) -> None:
 
 
 def _compile(reader: Reader) -> None:
-    """Layers, and since April 2025 the loss (``build_cross_entropy_loss``)."""
-    settings, building = reader.settings, reader.building
-    on, parts = settings.switch(*COMPILE), ("model", "loss")
-    components = settings.words(COMPONENTS) if settings.has(COMPONENTS) else parts
-    building.put("fsdp.compile", Node(bool(on.value) and "model" in components, on.origin), *COMPILE)
-    whole = bool(on.value) and "loss" in components and settings.era.day >= LOSS_COMPILED
-    building.put("fsdp.compile_loss", Node(whole, on.origin), COMPONENTS)
+    on, components = _compiled(reader.settings)
+    reader.building.put("fsdp.compile", Node(bool(on.value) and "model" in components, on.origin), *COMPILE)
+    reader.building.because(COMPONENTS, "fsdp.compile, fsdp.compile_loss")
+
+
+def _compiled(settings: Settings) -> tuple[Node, Sequence[str]]:
+    """Whether a job is compiled, and what of it."""
+    return settings.switch(*COMPILE), settings.words(COMPONENTS) if settings.has(COMPONENTS) else ("model", "loss")
+
+
+def compiled_loss(settings: Settings, plan: Plan) -> Node:
+    """Since April 2025 a compiled job's loss is, too (``build_cross_entropy_loss``), also if a flag compiles it."""
+    on, components = _compiled(settings)
+    compiled = (bool(on.value) or plan.fsdp.compile) and settings.era.day >= LOSS_COMPILED
+    return Node(compiled and "loss" in components, on.origin)
 
 
 def _components(plan: Plan) -> list[str] | None:
@@ -482,7 +489,7 @@ ROWS = (
         "fsdp.reshard_after_forward",
         "parallelism",
         read=_reshard,
-        value=lambda plan: "default" if _in_stages(plan) or plan.fsdp.reshard_after_forward else "never",
+        value=_policy,
     ),
     Row(TP[0], "layout.tp", "parallelism", default=1, older=TP[1:]),
     Row(
@@ -493,7 +500,7 @@ ROWS = (
         without_effect=later("with tensor parallelism: loss.kind"),
         value=lambda plan: plan.layout.tp > 1 and plan.loss.kind == "plain",
     ),
-    Row(PP[0], "layout.pp", "parallelism", read=_outputs),
+    Row(PP[0], "layout.pp", "parallelism", default=1, older=PP[1:]),
     Row(CP[0], "layout.cp", "parallelism", default=1, older=CP[1:]),
     Row(
         SEQUENCE, "layout.sequence_parallel", without_effect=later("with tensor parallelism: layout.sequence_parallel")

@@ -93,7 +93,8 @@ class Fsdp(Framework):
         if "sequence_parallel" in layout.model_fields_set and not layout.sequence_parallel:
             raise plan.wrong(
                 "layout.sequence_parallel",
-                "must be true with framework fsdp and tp > 1: torchtitan's always shards the sequence",
+                "must be true with framework fsdp and tp > 1: torchtitan shards the sequence; that it need not since "
+                "March 2026 (enable_sequence_parallel) is not modelled (--sequence-parallel)",
             )
         shared = {"etp": layout.tp if layout.ep == 1 else layout.etp or 1} if plan.model.experts else {}
         return layout.model_copy(update={"sequence_parallel": True, **shared})
@@ -124,20 +125,17 @@ class Fsdp(Framework):
             dtypes = {"parameters": "fp32" if precision.autocast else precision.dtype, "reduce": precision.dtype}
             update = {name: dtype for name, dtype in dtypes.items() if name not in given}
             return {"fsdp": plan.fsdp.model_copy(update=update)}
-        from .titan import MODELS
-
         given, changed = plan.fsdp.model_fields_set, dict[str, object]()
         if plan.lora.rank is not None and "parameters" not in given and self.runs_transformers(plan):
             changed["parameters"] = plan.precision.dtype
         later = release(plan, "accelerate") >= ENDS_APART
-        if plan.fsdp.reshard_root and not plan.compile and "ends_apart" not in given and later:
+        root = plan.fsdp.reshard_root and self.runs_transformers(plan)
+        if root and not plan.compile and "ends_apart" not in given and later:
             changed |= {"ends_apart": True, "reshard_root": False}
         if layout.pp > 1 and "reshard_after_forward" not in given:
             changed["reshard_after_forward"] = False
-        titan = MODELS.get(plan.model.family) if plan.fsdp.code == "torchtitan" else None
-        apart = titan is not None and (titan.ends_apart or plan.fsdp.newest or plan.loss.kind == "chunked")
-        if apart and "ends_apart" not in given:
-            changed["ends_apart"] = True
+        if plan.fsdp.code == "torchtitan":
+            changed |= _ends_of_torchtitan(plan, layout)
         return {"fsdp": plan.fsdp.model_copy(update=changed)} if changed else {}
 
     def runs_transformers(self, plan: Plan) -> bool:
@@ -251,6 +249,20 @@ class Fsdp(Framework):
         return flat.programs(plan, options) if plan.fsdp.version == "1" else programs.programs(plan, options)
 
 
+def _ends_of_torchtitan(plan: Plan, layout: Layout) -> dict[str, object]:
+    """Pipeline stages are those of its newest releases: from 0.2.0 on ``apply_fsdp`` has embedding, and norm with head,
+    as units of their own with and without stages, and from 0.2.1 on the schedule returns no outputs. Where these are
+    no units (0.1.0, and in December 2024) it returns them."""
+    from .titan import MODELS
+
+    given, titan = plan.fsdp.model_fields_set, MODELS.get(plan.model.family)
+    if "ends_apart" in given:
+        outputs = layout.pp > 1 and not plan.fsdp.ends_apart and "return_outputs" not in given
+        return {"return_outputs": True} if outputs else {}
+    newer = plan.fsdp.newest or plan.loss.kind == "chunked" or layout.pp > 1
+    return {"ends_apart": True} if titan is not None and (titan.ends_apart or newer) else {}
+
+
 def _check_ends(plan: ResolvedPlan) -> None:
     """Embedding and head of transformers' models as units of their own."""
     if not plan.fsdp.ends_apart or plan.fsdp.code != "transformers":
@@ -264,6 +276,22 @@ def _check_ends(plan: ResolvedPlan) -> None:
             f"must be before {shown(ENDS_APART)}, or {shown(TIED_TOGETHER)} or later, with a head that is the "
             "embedding: it leaves the head out of the embedding's unit, and fully_shard refuses weights of two units",
         )
+
+
+def _check_resharded(plan: ResolvedPlan) -> None:
+    """torchtitan's policy "always", which no unit is exempt from."""
+    for path, kept, why in (
+        ("layout.pp", 1, "in stages it is not modelled"),
+        ("fsdp.ends_apart", True, "norm and head are no unit of their own otherwise"),
+        ("fsdp.reshard_after_forward", True, "the policy is one for all units"),
+        ("model.tied_embeddings", False, "the unit that has the embedding, too, is not modelled so"),
+        ("layout.ep", 1, "it is not modelled where ranks share experts"),
+    ):
+        if plan.at(path) != kept:
+            unless = f"{path} is {str(kept).lower()}"
+            raise plan.wrong(
+                "fsdp.reshard_root", f"must be false (torchtitan's policy default or never) unless {unless}: {why}"
+            )
 
 
 def _check_loss_of_trl(plan: ResolvedPlan) -> None:
@@ -292,6 +320,8 @@ def _check_version_2(plan: ResolvedPlan) -> None:
         field = "kernels.lora" if plan.kernels.lora == "unsloth" else "quantisation.kind"
         raise plan.wrong(field, "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)")
     if plan.fsdp.code == "torchtitan":
+        if plan.fsdp.reshard_root:
+            _check_resharded(plan)
         for field, _ in plan.kernels.changed():
             raise plan.wrong(f"kernels.{field}", "must be left out: torchtitan has its own layers")
         if plan.loss.kind in OF_TRANSFORMERS:

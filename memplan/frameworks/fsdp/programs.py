@@ -173,8 +173,14 @@ def model_of(plan: ResolvedPlan, options: Options, given: Fsdp) -> Model:
         reshard = given.reshard_to or given.reshard_after_forward
         root, apart = given.reshard_root, given.ends_apart
         return transformers_model(plan, options, reshard=reshard, reshard_root=root, ends_apart=apart)
-    reshard = given.reshard_after_forward
-    return torchtitan_model(plan, options, recompute_of(plan, given), reshard=reshard, ends_apart=given.ends_apart)
+    return torchtitan_model(
+        plan,
+        options,
+        recompute_of(plan, given),
+        reshard=given.reshard_after_forward,
+        ends_apart=given.ends_apart,
+        reshard_ends=given.reshard_root,
+    )
 
 
 def transformers_model(

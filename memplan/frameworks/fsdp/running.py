@@ -192,6 +192,7 @@ def _check_torchtitan(plan: ResolvedPlan) -> None:
             "must be false: the module of torchtitan's Llama that runs here has a head of its own",
         ),
         ("fsdp.offload", plan.fsdp.offload, NO_OFFLOAD),
+        ("fsdp.reshard_root", plan.fsdp.reshard_root, "must be false: torchtitan's code runs with its default here"),
     )
     for field in ("compile", "compile_loss"):
         if getattr(plan.fsdp, field):

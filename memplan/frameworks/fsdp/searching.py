@@ -22,7 +22,8 @@ class FsdpSearch(FrameworkSearch):
         if plan.fsdp.code != "torchtitan":
             return frozenset()
         titan, tied = titan_of(plan.model), plan.model.tied_embeddings
-        cut = titan.complete and plan.loss.kind != "chunked"  # whose chunks take a fold three times as long
+        cut = titan.complete and not plan.fsdp.reshard_root
+        cut = cut and plan.loss.kind != "chunked"  # whose chunks take a fold three times as long
         untried = frozenset() if cut else {"pp", "vpp"}
         untried |= {"tp", "pp", "vpp"} if plan.lora.rank is not None else set()
         return super().sizes(plan) - untried - {"cp"} - ({"tp"} if titan.norm_of_parts is None or tied else frozenset())

@@ -83,7 +83,7 @@ def check_pipeline(plan: ResolvedPlan, given: Fsdp) -> None:
         (
             "pipeline.schedule",
             plan.loss.kind == "chunked" and pipeline.schedule != "1f1b",
-            "must be 1f1b with loss.kind chunked: no other is modelled with it",
+            "must be 1f1b with loss.kind chunked: no other is modelled with it (--loss plain takes the logits whole)",
         ),
         (
             "fsdp.offload",

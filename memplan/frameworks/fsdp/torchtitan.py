@@ -426,7 +426,7 @@ def _check_compiled(plan: ResolvedPlan, titan: Titan) -> None:
         raise plan.wrong(
             "model.kv_heads",
             f"must be from 2 to below the {spec.heads} heads, of hidden / heads features, with "
-            "fsdp.compile: other layers were not learnt",
+            "fsdp.compile: other layers were not learnt (--no-compile)",
         )
     made = recipes(plan)
     float8.check_compiled(plan, [float8.in_compiled(made.low_of(at), spec) for at in range(spec.layers)])
@@ -472,19 +472,21 @@ def torchtitan_model(
     *,
     reshard: bool = True,
     ends_apart: bool = False,
+    reshard_ends: bool = False,
 ) -> Model:
     """Blocks, then the model; ``reshard``: they are resharded after forward, but for the last block, which is
     wanted again at once.
 
     ``ends_apart``: the embedding is a unit, and norm and head are one that stays after forward, while the last
     block is resharded (``torchtitan/distributed/fsdp.py``, ``apply_fsdp_to_decoder``, of later releases). With a
-    weight that embedding and head share these two units are one, which comes first.
+    weight that embedding and head share these two units are one, which comes first. ``reshard_ends``: norm and head
+    are resharded, too, which are gathered again in backward (``fsdp_reshard_after_forward`` "always").
     """
     check(plan)
     experts = cut_of_experts(plan) if plan.layout.ep > 1 or crosswise(plan) else None
     stored = plan.fsdp.parameters if plan.lora.rank is not None else ""
     shared, graphed, scaled = plan.layout.ep > 1, plan.fsdp.cuda_graphs, plan.fsdp.float8_scales
-    given = Wrapping(reshard, ends_apart, experts, shared, graphed, scaled, stored)
+    given = Wrapping(reshard, ends_apart, reshard_ends, experts, shared, graphed, scaled, stored)
     options = replace(with_seams(options), tuning=tuning_of(plan))
     return _model(plan.model, recipes(plan), recompute, options, given)
 
@@ -495,6 +497,7 @@ class Wrapping:
 
     reshard: bool
     ends_apart: bool
+    reshard_ends: bool
     experts: Cut | None
     """How experts are cut, if otherwise than other parameters."""
     shared: bool
@@ -551,7 +554,8 @@ def _model(
         units = [Unit(chunked.ENDS, (), 0, last + 2, False, False), *units]
     elif given.ends_apart:
         ahead_of = given.shared
-        apart = Unit(chunked.ENDS, (), last + 1, last + 2, False, next_backward=closing if ahead_of else ())
+        behind = closing if ahead_of else ()
+        apart = Unit(chunked.ENDS, (), last + 1, last + 2, given.reshard_ends, next_backward=behind)
         first = Unit(
             "embedding", (), 0, 0, given.reshard, with_gradient=False, next_forward=opening if ahead_of else ()
         )

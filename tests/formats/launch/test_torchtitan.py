@@ -86,6 +86,8 @@ def test_release_0_2(read: Read) -> None:
     assert (plan.optimizer.implementation, plan.fsdp.parameters, plan.precision.dtype) == ("fused", "bf16", "bf16")
     assert (plan.fsdp.ends_apart, plan.fsdp.per_operator, plan.batch.mbs) == (True, True, 8)
     assert read(RELEASE_0_2, "torchtitan=0.2.0").assumptions[0] == "torchtitan 0.2.0 (2025-10-17): as --set says"
+    always = read(RELEASE_0_2, "parallelism.fsdp_reshard_after_forward=always").plan
+    assert (plan.fsdp.reshard_root, always.fsdp.reshard_root) == (False, True)
 
 
 def test_saved_configurations(read: Read) -> None:
@@ -174,6 +176,15 @@ def test_older_pipelines(read: Read) -> None:
     assert read(more, "experimental.pipeline_parallel_microbatches=8").plan.pipeline.partition == (0, 3, 10, 33, 35)
 
 
+@pytest.mark.parametrize(("release", "kept"), [("0.2.0", True), ("0.2.1", False)])
+def test_stages_that_a_flag_asks_for_are_those_of_the_files_release(read: Read, release: str, kept: bool) -> None:
+    over = f"torchtitan={release}"
+    for found in (read(RELEASE_0_2, over, pp="4"), read(RELEASE_0_2, over, "parallelism.pipeline_parallel_degree=4")):
+        given = resolve(found.plan).fsdp
+        assert (given.ends_apart, given.return_outputs) == (True, kept)
+    assert not read(RELEASE_0_2, over, pp="4", **{"return-outputs": "false"}).plan.fsdp.return_outputs
+
+
 def test_tensor_parallel_ranks_have_their_part_of_the_loss(read: Read) -> None:
     def kind(config: object, *over: str, **flags: str) -> object:
         return read(config, *over, **flags).plan.loss.kind
@@ -233,10 +244,11 @@ def test_the_command(read: Read, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_compiled_jobs(read: Read) -> None:
-    """Layers and loss are parts (``compile.components``); before April 2025 the loss was not compiled."""
+    """Layers and loss are parts (``compile.components``); before April 2025 the loss was not compiled. --compile asks
+    for what ``compile.enable`` does."""
 
-    def parts(text: str, *settings: str) -> tuple[bool, bool]:
-        given = read(text, *settings).plan.fsdp
+    def parts(text: str, *settings: str, **flags: str) -> tuple[bool, bool]:
+        given = read(text, *settings, **flags).plan.fsdp
         return given.compile, given.compile_loss
 
     on = "compile.enable=true"
@@ -244,6 +256,10 @@ def test_compiled_jobs(read: Read) -> None:
     assert parts(RELEASE_0_2, on) == (True, True)
     assert parts(RELEASE_0_2, on, "compile.components=loss") == (False, True)
     assert parts(DECEMBER_2024, "training.compile=true") == (True, False)
+    assert parts(RELEASE_0_2, compile="true") == (True, True)
+    assert parts(RELEASE_0_2, "compile.components=model", compile="true") == (True, False)
+    assert parts(RELEASE_0_2, on, compile="false") == (False, True)
+    assert parts(DECEMBER_2024, compile="true") == (True, False)
 
 
 def test_the_default_optimizer_runs_on_the_host(read: Read) -> None:
