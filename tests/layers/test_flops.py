@@ -12,9 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from memplan.frameworks import framework
 from memplan.layers.module import Passes
 from memplan.layers.work import Scan
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.time.shape import elements, needed_of
+from memplan.search.time.shape import elements, model_flops, needed_of
 
 from ..oracle.training_step import _model
 from .test_against_transformers import IN_EVERY_SHAPE, config_of
@@ -51,12 +52,16 @@ def counted(config: Any) -> tuple[int, int]:
     return flops.get_total_flops(), sum(one.numel() for one in model.parameters())
 
 
-def planned(folder: Path, name: str) -> tuple[float, int]:
-    """The same of a plan; of fused attention without scores that backward computes again."""
+def plan_of(folder: Path, name: str) -> ResolvedPlan:
+    """Of the same model in framework ``name``, with two micro-batches a step."""
     sizes = {"model": str(folder), "gpu": "h100-80gb", "gpus": "1", "mbs": str(B), "accumulation": "2", "seq": str(S)}
     own = {"attention": "eager"} if name == "single" else {}
-    given = resolve(read_plan(None, {**sizes, **own, "framework": name, "dtype": "bf16"}).plan)
-    time = framework(name).time
+    return resolve(read_plan(None, {**sizes, **own, "framework": name, "dtype": "bf16"}).plan)
+
+
+def planned(given: ResolvedPlan) -> tuple[float, int]:
+    """FLOPs and parameters of a plan; of fused attention without scores that backward computes again."""
+    time = framework(given.framework).time
     entries, ((work,),) = time.entries(given), time.stages(given)
 
     def of(passes: Passes) -> float:
@@ -72,13 +77,17 @@ def planned(folder: Path, name: str) -> tuple[float, int]:
 def test_flops_are_those_that_pytorch_counts(name: str, tmp_path: Path) -> None:
     """Three layers of every family of transformers, and of Megatron-Core where it has the same model; its vocabulary
     is one that Megatron pads to itself. Where a latent query has no lower rank, Megatron-Core's recipe has one more
-    norm's weight a layer than transformers."""
+    norm's weight a layer than transformers. MFU's FLOPs are those of all modules, but of gated delta nets, whose rule
+    counts, and of Llama 4, whose every expert multiplies every token."""
     config = config_of(name)
     config.vocab_size = 1024
     config.to_json_file(tmp_path / "config.json", use_diff=False)
     expected = counted(config)
-    assert planned(tmp_path, "single") == expected
+    made = plan_of(tmp_path, "single")
+    assert planned(made) == expected
+    if not made.model.linear_interval and made.model.family != "llama4_text":
+        assert model_flops(made) == pytest.approx(2 * expected[0], rel=1e-12)
     if name in UNDER_MEGATRON:
-        flops, held = planned(tmp_path, "megatron")
+        flops, held = planned(plan_of(tmp_path, "megatron"))
         norms = 3 * config.hidden_size if "q_lora_rank" in config and config.q_lora_rank is None else 0
         assert (flops, held) == (pytest.approx(expected[0], rel=1e-12), expected[1] + norms)

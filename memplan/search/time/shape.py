@@ -321,6 +321,7 @@ def model_flops(plan: ResolvedPlan, *, halves: bool = False) -> float:
     adapters leave frozen has no gradient, so 4; the adapters' own products, below 1 %, are left out."""
     spec, seq = plan.model, plan.batch.seq / (2 if halves and plan.model.causal else 1)
     head, further = (spec.labels or spec.vocab) * spec.hidden, spec.mtp_layers
+    head += spec.hidden**2 if spec.mlm_head and not spec.labels else 0
     if spec.layer_pattern:
         blocks = spec.layer_pattern + spec.mtp_pattern * further
         own = sum(_block_flops(spec, kind, seq) for kind in blocks)
