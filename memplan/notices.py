@@ -73,7 +73,7 @@ def _whole_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[
 
 def _scores(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     """Scores of attention in fp32, where one layer's take a quarter of a gibibyte or more."""
-    b, s, own = plan.batch.mbs, plan.batch.seq, framework(plan.framework)
+    b, s, own = plan.sequences, plan.batch.seq, framework(plan.framework)
     if isinstance(plan.model, TracedSpec) or own.own_layers or plan.code == "2020" or sdpa_kernel(plan) == "flash":
         return
     size = hold_bytes((b, plan.model.heads, s, s), "fp32")
@@ -96,7 +96,7 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     spec = plan.model
     if isinstance(spec, TracedSpec) or not plan.masked_kernel or plan.recompute.mode == "full":
         return
-    layers = sum(plan.padded or not spec.sees_all(layer) for layer in range(spec.layers))
+    layers = sum(plan.padded or not spec.sees_all(layer) for layer in _with_backward(programs))
     size = hold_bytes((plan.sequences, 1, plan.batch.seq, plan.batch.seq), plan.precision.dtype)
     if 2 * layers * size < GIB:
         return
@@ -114,6 +114,13 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         f"transformers' default attention, sdpa, is handed a mask where {when}: each of {layers} layers keeps a copy "
         f"of it, {size:,} bytes ({layers * size / GIB:.2f} GiB together){kept}; {instead}",
     )
+
+
+def _with_backward(programs: Sequence[Program]) -> set[int]:
+    """Numbers of the layers that keep what their backward reads: not of those before all that is trained."""
+    spans = (span for program in programs for span in program.spans if span.module.first.backward)
+    names = (name for span in spans for name in span.names)
+    return {int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")}
 
 
 def _padding(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

@@ -79,9 +79,13 @@ class LayerShape:
 
     def of_layer(self, number: int) -> LayerShape:
         """Of the layer ``number``, from 0."""
+        return self.of_kind(*self.kind_of(number))
+
+    def kind_of(self, number: int) -> tuple[bool, bool, bool, bool]:
+        """What ``of_kind`` is asked for by the layer ``number``, from 0."""
         spec = self.spec
         window = self.padded or not (self.masked_kernel and spec.sees_all(number))
-        return self.of_kind(spec.has_experts(number), spec.has_positions(number), spec.is_linear(number), window)
+        return spec.has_experts(number), spec.has_positions(number), spec.is_linear(number), window
 
     def of_kind(self, mixture: bool, turns: bool, linear: bool, window: bool = True) -> LayerShape:
         """Of a layer with or without experts, with or without positions, with a gated delta net or attention, and with

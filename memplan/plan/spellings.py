@@ -35,9 +35,9 @@ _ATTENTION = {
     **dict.fromkeys(("kernels-community/flash-attn", "kernels-community/flash-attn2"), "flash_attention_2"),
     **dict.fromkeys(("kernels-community/flash-attn3", "kernels-community/vllm-flash-attn3"), "flash_attention_3"),
     "flex": "flex_attention",
-    "sdpa": None,
+    "sdpa": "flash",
 }
-"""transformers' ``attn_implementation``. ``sdpa`` takes the best kernel there is, as a plan does that names none."""
+"""transformers' ``attn_implementation``. ``sdpa`` takes the best kernel of PyTorch's."""
 
 _FRAMEWORKS = {
     **dict.fromkeys(("fsdp2", "fully-shard", "fully-sharded-data-parallel"), "fsdp"),
@@ -51,12 +51,12 @@ _QUANTISED = {
 }
 """``load_in_4bit``, with the type that everybody takes."""
 
-_ELSEWHERE: Mapping[str, Mapping[str, str | None]] = {
+_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "attention": _ATTENTION,
     "framework": _FRAMEWORKS,
     "quantisation.kind": _QUANTISED,
 }
-"""By path of a field; ``None`` stands for the field left out."""
+"""By path of a field."""
 
 _OF_TRL = "is not modelled of trl's trainers: {}; sft, dpo, kto, orpo, cpo, simpo, grpo, rloo and reward are"
 
@@ -246,7 +246,7 @@ def _choice(field: PlanField, node: Node) -> Node:
     return _renamed(node, dtype) if dtype in field.choices else node
 
 
-def _renamed(node: Node, name: str | None) -> Node:
+def _renamed(node: Node, name: str) -> Node:
     return Node(name, node.origin, node.text)
 
 

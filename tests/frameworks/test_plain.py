@@ -134,6 +134,26 @@ def test_masks_of_pairs_are_of_both_sequences() -> None:
     assert any("a copy of it, 67,108,864 bytes" in one.message for one in found.warnings)
 
 
+def test_layers_that_have_no_backward_keep_no_mask() -> None:
+    """Behind a frozen embedding nothing leads back to the first 20 of 32 layers."""
+    frozen = {"freeze_layers": 20, "freeze_embedding": "true"}
+    found = estimate(plan(**MISTRAL | {"layers": 32, "seq": 8192, "attention": "flash"} | frozen))
+    assert any("each of 12 layers keeps a copy" in one.message for one in found.warnings)
+
+
+def test_scores_of_pairs_are_of_both_sequences() -> None:
+    """As above: 2 sequences, 32 heads, 4,096 x 4,096 scores of 4 bytes."""
+    found = estimate(plan(**MISTRAL | {"seq": 4096, "trainer": "dpo", "attention": "eager", "dtype": "fp32"}))
+    (told,) = (one.message for one in found.warnings if one.code == "scores-kept")
+    assert f"{2 * 32 * 4096 * 4096 * 4:,} bytes" in told
+
+
+def test_a_named_sdpa_is_not_another_kernel() -> None:
+    """Named, it is refused where its masks are not modelled; ``flash_attention_2`` is the default's place alone."""
+    with pytest.raises(PlanError, match=r"must be flash_attention_2 for sequences of 4096: from the sliding window"):
+        estimate(plan(**MISTRAL | {"seq": 4096, "attention": "sdpa", "versions": "transformers=4.52"}))
+
+
 def test_in_fp32_some_layers_keep_a_mask_and_others_their_scores() -> None:
     """Gemma 3's full layers have no mask, so that sdpa is handed 1 head of keys for 4 of queries (``use_gqa_in_sdpa``),
     which no fused kernel takes in fp32: 4 x 4,096 x 4,096 scores of 4 bytes. The package takes no fp32."""
@@ -180,6 +200,16 @@ def test_layers_with_attention_are_timed_apart_from_gated_delta_nets() -> None:
     assert (work.layers, work.dense, work.dense_recomputed) == (8, 2, 2)
     scores = [any(isinstance(one, Attention) for one, _ in layer.forward) for layer in (entries.layer, entries.dense)]
     assert scores == [False, True]
+
+
+def test_the_first_layers_of_deepseek_have_an_mlp() -> None:
+    """The first three of six layers, on two devices, and the kinds of Llama 4 Maverick: experts in every second layer,
+    positions in three of four."""
+    own, flags = framework("device-map").time, {"framework": "device-map", "gpus": 2, "seq": 512}
+    first, last = (stage[0] for stage in own.stages(plan(model="deepseek-v3", layers=6, recompute="full", **flags)))
+    assert [one.counts for one in (first, last)] == [((3, 3), (0, 0)), ((0, 0), (3, 3))]
+    ((work,),) = framework("single").time.stages(plan(model="llama-4-maverick", layers=8, seq=512))
+    assert work.counts == ((4, 0), (2, 0), (2, 0))
 
 
 def test_ddp_adds_buckets_as_large_as_the_gradients() -> None:

@@ -88,7 +88,7 @@ def test_every_gpu_is_known_by_its_driver() -> None:
         ("attention", "flash-attention-2", "flash_attention_2"),
         ("attention", "FA3", "flash_attention_3"),
         ("attention", "Eager", "eager"),
-        ("attention", "sdpa", None),
+        ("attention", "sdpa", "flash"),
         ("optimizer", "AdamW", "adamw"),
         ("recompute", "FULL", "full"),
         ("framework", "Megatron_DeepSpeed", "megatron-deepspeed"),

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from ...layers.counting import GRAPHS
-from ...layers.module import Options, Passes, joined
+from ...layers.module import Options, joined
 from ...plan.plan import ResolvedPlan
 from ...search.time.host import Host
 from ...search.time.rates import before
-from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, recomputed
+from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work
 from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
-from ..plain.timing import PlainTime, of_second_kind, with_second_kind
+from ..plain.timing import PlainTime, last_of_each, of_kinds, work_of_layers
 from .stages import partition
 from .titan_experts import cut_of_experts
 from .titan_lora import tuning_of
@@ -42,18 +40,9 @@ class FsdpTime(PlainTime):
         modes: dict[str, Checkpointing] = {"none": "none", "full": "full"}
         mode = modes.get(plan.recompute.mode, "op")
         embedding, norm, head, loss = made.ends(options)
-        spec = plan.model
-
-        def both(number: int) -> tuple[Passes, Passes]:
-            return made.block("none", options, number).work, made.block(mode, options, number).work
-
-        dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
-        most = next((at for at in range(spec.layers) if spec.has_experts(at)), 0)
-        others = of_second_kind(plan, range(spec.layers))
-        if tuning is not None:  # backward of all but the first goes on behind them
-            most = max({*range(spec.layers)}.difference(others))
-        dense = both(others[-1]) if others else dense
-        return Entries(embedding.work, *both(most), norm.work, joined(head.work, loss.work), *dense)
+        numbers = last_of_each(made.shape, plan.model.layers)  # behind the first layer backward goes on
+        layers = [(made.block("none", options, one).work, made.block(mode, options, one).work) for one in numbers]
+        return of_kinds(embedding.work, layers, norm.work, joined(head.work, loss.work))
 
     def host(self, plan: ResolvedPlan) -> Host:
         return super().host(plan) if plan.fsdp.code == "transformers" else Host()
@@ -63,12 +52,10 @@ class FsdpTime(PlainTime):
             return super().stages(plan)
         edges, pp, chunks = partition(plan), plan.layout.pp, plan.layout.vpp
         total = pp * chunks
-        sizes = [high - low for low, high in pairwise(edges)]
 
         def work(at: int) -> StageWork:
             last = at == total - 1
-            own = StageWork(sizes[at], recomputed(plan.recompute, sizes[at]), not at, last, last)
-            return with_second_kind(plan, own, range(edges[at], edges[at + 1]))
+            return work_of_layers(plan, range(edges[at], edges[at + 1]), not at, last, last)
 
         return tuple(tuple(work(chunk * pp + stage) for chunk in range(chunks)) for stage in range(pp))
 

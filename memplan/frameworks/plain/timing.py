@@ -8,9 +8,11 @@ which few models have, are ``kinds``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 
 from ...layers.coverage import TRANSFORMERS, check_covered
+from ...layers.huggingface import LayerShape
 from ...layers.module import NO_PASSES, Options, Passes, run_again
 from ...plan.plan import ResolvedPlan
 from ...search.time.framework import FrameworkTime
@@ -40,20 +42,16 @@ def entries_of(plan: ResolvedPlan) -> Entries:
     """Of one micro-batch; of no work where that is not known, so that layouts are ranked by what else a step does."""
     found = _alike(plan)
     layers = _layers(found)
-    both: list[tuple[Passes, Passes]] = [(one.once, one.again) for one in layers]
-    most, second = (*both, (NO_PASSES, NO_PASSES), (NO_PASSES, NO_PASSES))[:2]
+    both = [(one.once, one.again) for one in layers]
     embedding, norm, head = (joined_of(found, name) for name in (EMBEDDING, FINAL_NORM, HEAD))
-    return Entries(embedding, *most, norm, head, *second, kinds=tuple(both[2:]))
+    return of_kinds(embedding, both, norm, head)
 
 
 def stages_of(plan: ResolvedPlan) -> Work:
     """The one stage. Entries that are run again in backward are those that the traces saw run again."""
     layers = _layers(_alike(plan))
     counts = [(len(one.names), len(one.names) if one.again is not one.once else 0) for one in layers]
-    (first, again), (second, second_again) = (*counts, (0, 0), (0, 0))[:2]
-    all_layers = first + second, again + second_again
-    work = StageWork(*all_layers, True, True, True, second, second_again, kinds=tuple(counts[2:]))
-    return ((work,),)
+    return ((counted(counts, True, True, True),),)
 
 
 def _alike(plan: ResolvedPlan) -> tuple[Alike, ...]:
@@ -84,22 +82,17 @@ class PlainTime(FrameworkTime):
         check_covered(plan.model, TRANSFORMERS, plan.framework)
         shape, spec = programs.layer_shape(plan), plan.model
         options = programs.recipe_options(plan, Options(counts="later" if plan.microbatches > 1 else "first"))
+        full = plan.recompute.mode == "full"
 
         def layer(number: int, recompute: bool) -> Passes:
             if recompute and before(plan, EARLY_STOP):
                 return run_again(layer(number, False))
             return recipes.layer_module(shape.of_layer(number), recompute, plan.code, options).work
 
-        def both(number: int) -> tuple[Passes, Passes]:
-            return layer(number, False), layer(number, plan.recompute.mode == "full")
-
         embedding, norm, head = recipes.end_modules(shape, plan.code, options, programs.head_loss(plan))
         normed = norm.work if norm is not None else NO_PASSES
-        dense = both(spec.dense_layers[0]) if spec.experts and spec.dense_layers else ()
-        if others := of_second_kind(plan, range(spec.layers)):
-            dense = both(others[0])
-        most = next((i for i in range(spec.layers) if spec.has_experts(i)), 0)
-        return Entries(embedding.work, *both(most), normed, head.work, *dense)
+        layers = [(layer(one, False), layer(one, full)) for one in last_of_each(shape, spec.layers)]
+        return of_kinds(embedding.work, layers, normed, head.work)
 
     def host(self, plan: ResolvedPlan) -> Host:
         return PYTHON_MODULES
@@ -107,8 +100,7 @@ class PlainTime(FrameworkTime):
     def stages(self, plan: ResolvedPlan) -> Work:
         if not plan.model.has_sizes:
             return stages_of(plan)
-        ((whole,),) = super().stages(plan)
-        return ((with_second_kind(plan, whole, range(plan.model.layers)),),)
+        return ((work_of_layers(plan, range(plan.model.layers), True, plan.model.final_norm, True),),)
 
     def rounding(self, plan: ResolvedPlan) -> float:
         """Experts take whole rows each."""
@@ -116,15 +108,32 @@ class PlainTime(FrameworkTime):
         return float(spec.experts > 0 and 2 * plan.batch.seq * spec.expert_top_k % spec.experts > 0)
 
 
-def of_second_kind(plan: ResolvedPlan, layers: Iterable[int]) -> list[int]:
-    """Those of ``layers`` whose attention has no mask, where that of others has one, or is beside gated delta nets."""
-    return list(filter(plan.model.sees_all, layers)) if plan.masks_windows or plan.model.linear_interval else []
+def last_of_each(shape: LayerShape, layers: int) -> list[int]:
+    """The last one of each kind of a model's ``layers``, of the most frequent kind first."""
+    kinds = [shape.kind_of(number) for number in range(layers)]
+    last = {kind: number for number, kind in enumerate(kinds)}
+    return [last[kind] for kind, _ in Counter(kinds).most_common()]
 
 
-def with_second_kind(plan: ResolvedPlan, work: StageWork, layers: Iterable[int]) -> StageWork:
-    """Entries of a stage of these ``layers``."""
-    count = len(of_second_kind(plan, layers))
-    return work._replace(dense=count, dense_recomputed=count if plan.recompute.mode == "full" else 0)
+def of_kinds(embedding: Passes, layers: Sequence[tuple[Passes, Passes]], norm: Passes, head: Passes) -> Entries:
+    """Entries whose ``layers`` are of these kinds, each plain and recomputed."""
+    most, second = (*layers, (NO_PASSES, NO_PASSES), (NO_PASSES, NO_PASSES))[:2]
+    return Entries(embedding, *most, norm, head, *second, kinds=tuple(layers[2:]))
+
+
+def counted(counts: Sequence[tuple[int, int]], embedding: bool, norm: bool, head: bool) -> StageWork:
+    """Entries of a stage with so many layers of each kind, of which so many are recomputed."""
+    (first, again), (second, second_again) = (*counts, (0, 0), (0, 0))[:2]
+    ends = embedding, norm, head
+    return StageWork(first + second, again + second_again, *ends, second, second_again, kinds=tuple(counts[2:]))
+
+
+def work_of_layers(plan: ResolvedPlan, held: Sequence[int], embedding: bool, norm: bool, head: bool) -> StageWork:
+    """Entries of a stage of the layers ``held``, all of which or none are recomputed."""
+    shape = programs.layer_shape(plan)
+    counts = Counter(map(shape.kind_of, held))
+    numbers = [counts[shape.kind_of(one)] for one in last_of_each(shape, plan.model.layers)]
+    return counted([(n, recomputed(plan.recompute, n)) for n in numbers], embedding, norm, head)
 
 
 class DeviceMapTime(PlainTime):
@@ -138,8 +147,6 @@ class DeviceMapTime(PlainTime):
         last, tied = len(held) - 1, plan.model.tied_embeddings
 
         def work(at: int) -> StageWork:
-            n = len(held[at])
-            ends = not at, at == last, at == (0 if tied else last)
-            return with_second_kind(plan, StageWork(n, recomputed(plan.recompute, n), *ends), held[at])
+            return work_of_layers(plan, held[at], not at, at == last, at == (0 if tied else last))
 
         return tuple((work(at),) for at in range(len(held)))

@@ -118,7 +118,7 @@ class EntryTimes:
     further: LayerTimes = NO_TIME
     """What predicts further tokens, in a stage before the last."""
     kinds: tuple[LayerTimes, ...] = ()
-    """Layers of every kind, as ``Entries.kinds``, in place of ``layer``."""
+    """Of layers that are counted by kinds, as ``Entries.kinds``."""
 
     @property
     def of_layers(self) -> tuple[LayerTimes, ...]:
@@ -127,13 +127,8 @@ class EntryTimes:
 
     def layers(self, work: StageWork) -> list[tuple[LayerTimes, int, int]]:
         """Each kind of layer in ``work``, how many there are, and how many of them are recomputed."""
-        dense, again = work.dense, work.dense_recomputed
-        alike = [(self.layer, work.layers - dense, work.recomputed - again)]
-        if dense:
-            alike.append((self.dense, dense, again))
-        if self.kinds:
-            alike += [(one, *counts) for one, counts in zip(self.kinds, work.kinds, strict=False)]
-        return alike
+        each = (self.layer, self.dense, *self.kinds)
+        return [(one, *counts) for one, counts in zip(each, work.counts, strict=False)]
 
 
 def entry_times(plan: ResolvedPlan, shape: Shape | None = None, rates: Rates | None = None) -> EntryTimes:

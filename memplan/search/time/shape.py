@@ -57,7 +57,7 @@ class Entries(NamedTuple):
     """What predicts further tokens, in a stage before the last."""
     kinds: tuple[tuple[Passes, Passes], ...] = ()
     """Layers of every kind (``kinds_of``), plain and recomputed, in place of ``layer``; where those at the ends keep 16
-    bits, all others and then these, each as ``of_layers`` has them."""
+    bits, all others and then these, each as ``of_layers`` has them. Of transformers' layers those of further kinds."""
     wide: int = 0
     """How many of ``kinds``, the last ones, are of those ends: these run by themselves, and so at a clock of their own,
     while layers of other kinds take turns."""
@@ -70,7 +70,12 @@ class Entries(NamedTuple):
     @property
     def of_layers(self) -> tuple[tuple[Passes, Passes], ...]:
         """Layers of every kind, plain and recomputed, where all or none are in ``kinds``."""
-        return self.kinds or ((self.layer, self.recomputed), (self.dense, self.dense_recomputed))
+        return self.kinds or self.each[:2]
+
+    @property
+    def each(self) -> tuple[tuple[Passes, Passes], ...]:
+        """Layers plain and recomputed, as ``StageWork.counts`` counts them."""
+        return (self.layer, self.recomputed), (self.dense, self.dense_recomputed), *self.kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,12 @@ class StageWork(NamedTuple):
     kinds: tuple[tuple[int, int], ...] = ()
     """Of layers that ``Entries.kinds`` tells apart, how many are of each kind, and how many of these are recomputed."""
 
+    @property
+    def counts(self) -> tuple[tuple[int, int], ...]:
+        """The same of ``Entries.each``."""
+        dense, again = self.dense, self.dense_recomputed
+        return (self.layers - dense, self.recomputed - again), (dense, again), *self.kinds
+
 
 Work = tuple[tuple[StageWork, ...], ...]
 """By stage, then by chunk."""
@@ -255,12 +266,15 @@ def elements(entries: Entries, work: tuple[StageWork, ...]) -> Elements:
         )
         for parameter in entry.parameters * present
     }
-    dense = sum(chunk.dense for chunk in work)
-    parts = [(_of_passes(entries.layer), sum(chunk.layers for chunk in work) - dense)]
-    parts += [(_of_passes(entries.dense), dense), (_counted(ends.values()), 1)]
-    for chunk in work:
-        parts += [(_of_passes(own), n) for (own, _), (n, _) in zip(entries.kinds, chunk.kinds, strict=False) if n]
+    parts = [(_counted(ends.values()), 1)]
+    parts += [(one, n) for chunk in work for one, (n, _) in zip(of_each(entries), chunk.counts, strict=False) if n]
     return Elements(*(sum(times * own[at] for own, times in parts) for at in range(3)))
+
+
+@lru_cache(maxsize=4096)
+def of_each(entries: Entries) -> tuple[Elements, ...]:
+    """Parameters of a layer of each kind."""
+    return tuple([_of_passes(once) for once, _ in entries.each])
 
 
 @lru_cache(maxsize=1 << 14)
@@ -282,19 +296,21 @@ def needed_flops(
     its operators made, and three times what fused attention computes forward, whose backward computes scores again."""
     if plan.model.has_sizes:
         return model_flops(plan, halves=halves)
-    chunks = [chunk for stage in work for chunk in stage]
-    parts = [(entries.layer, chunk.layers - chunk.dense) for chunk in chunks]
-    parts += [(entries.dense, chunk.dense) for chunk in chunks]
-    parts += [(one, 1) for one in (entries.embedding, entries.final_norm, entries.head)]
-    for chunk in chunks:
-        parts += [(once, n) for (once, _), (n, _) in zip(entries.kinds, chunk.kinds, strict=False)]
-    whole = sum(times * (one.flops - _again(one)) for one, times in parts)
+    parts = [(one, 1) for one in (entries.embedding, entries.final_norm, entries.head)]
+    for chunk in (chunk for stage in work for chunk in stage):
+        parts += [(once, n) for (once, _), (n, _) in zip(entries.each, chunk.counts, strict=False)]
+    whole = sum(times * needed_of(one) for one, times in parts)
     return whole * plan.microbatches * (plan.layout.dp or 1)
 
 
-def _again(passes: Passes) -> float:
-    """FLOPs of attention's backward, beyond twice those of its forward."""
-    return sum(times * one.flops / 5 for one, times in passes.backward if isinstance(one, Attention))
+def needed_of(passes: Passes) -> float:
+    """FLOPs of a module without scores that attention's backward computes again: gradients of its two products are
+    twice as many as these."""
+    scores = [
+        sum(times * one.flops for one, times in counted if isinstance(one, Attention))
+        for counted in (passes.forward, passes.backward)
+    ]
+    return passes.flops + 2 * scores[0] - scores[1]
 
 
 def model_flops(plan: ResolvedPlan, *, halves: bool = False) -> float:
@@ -305,6 +321,7 @@ def model_flops(plan: ResolvedPlan, *, halves: bool = False) -> float:
     adapters leave frozen has no gradient, so 4; the adapters' own products, below 1 %, are left out."""
     spec, seq = plan.model, plan.batch.seq / (2 if halves and plan.model.causal else 1)
     head, further = (spec.labels or spec.vocab) * spec.hidden, spec.mtp_layers
+    head += spec.hidden**2 if spec.mlm_head and not spec.labels else 0
     if spec.layer_pattern:
         blocks = spec.layer_pattern + spec.mtp_pattern * further
         own = sum(_block_flops(spec, kind, seq) for kind in blocks)
@@ -370,11 +387,7 @@ def _attention_weights(spec: ModelSpec) -> int:
 
 def recomputed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]]) -> float:
     """FLOPs of products that backward computes again, on all ranks."""
-    layout, chunks = plan.layout, [chunk for stage in work for chunk in stage]
-    layers, dense = sum(chunk.recomputed for chunk in chunks), sum(chunk.dense_recomputed for chunk in chunks)
-    again = (layers - dense) * (entries.recomputed.flops - entries.layer.flops)
-    again += dense * (entries.dense_recomputed.flops - entries.dense.flops)
-    for chunk in chunks:
-        kinds = zip(entries.kinds, chunk.kinds, strict=False)
-        again += sum(n * (second.flops - first.flops) for (first, second), (_, n) in kinds)
+    layout, more = plan.layout, [second.flops - first.flops for first, second in entries.each]
+    counts = (chunk.counts for stage in work for chunk in stage)
+    again = sum(n * one for kinds in counts for one, (_, n) in zip(more, kinds, strict=False))
     return again * plan.microbatches * layout.tp * layout.cp * (layout.dp or 1)

@@ -15,7 +15,7 @@ from .collectives import Group, collective, group
 from .kernels import overlapped, streamed
 from .layer import EntryTimes, LayerTimes
 from .rates import Rates
-from .shape import ITEMSIZE, Shape, StageWork, elements
+from .shape import ITEMSIZE, Elements, Shape, StageWork, elements, of_each
 
 if TYPE_CHECKING:
     from .framework import FrameworkTime
@@ -106,24 +106,17 @@ class Exchange(NamedTuple):
     """Of those that have gradients, the ones that ranks with the same experts share."""
 
     @property
-    def layers(self) -> int:
-        return sum(chunk.layers for chunk in self.work)
-
-    @property
-    def recomputed(self) -> int:
-        return sum(chunk.recomputed for chunk in self.work)
-
-    @property
     def forward(self) -> float:
         """Seconds of the layers' forward passes, once."""
-        return sum(n * one.forward for one, n, _ in self._kinds)
+        return sum(n * one.forward for one, n, _ in self.kinds)
 
     @property
     def backward(self) -> float:
-        return sum(n * one.backward + again * one.recompute for one, n, again in self._kinds)
+        return sum(n * one.backward + again * one.recompute for one, n, again in self.kinds)
 
     @property
-    def _kinds(self) -> list[tuple[LayerTimes, int, int]]:
+    def kinds(self) -> list[tuple[LayerTimes, int, int]]:
+        """Layers of each kind, how many there are, and how many of them are recomputed, chunk by chunk."""
         return [kind for chunk in self.work for kind in self.times.layers(chunk)]
 
 
@@ -173,13 +166,10 @@ def sharded(
     Parameters of FSDP1 are views of a ``flat`` one, which is gathered in place. Their gradients come together as one
     (``SplitWithSizesBackward``), which is cast if it is reduced in another dtype, and divided before it is reduced
     (``_runtime_utils.py``, ``_reduce_grad``)."""
-    plan, rates, shape, times = replicas.plan, replicas.rates, replicas.shape, rank.times
+    plan, rates, shape = replicas.plan, replicas.rates, replicas.shape
     owners, trained = replicas.own.owners(replicas), rank.trained / rank.held
     shards = group(owners, plan.layout.tp, rates.node)
-    layers = rank.layers or 1
-    layer, _, inner = elements(shape.entries, (StageWork(1),))
     same = group(replicas.own.expert_owners(replicas), shape.ranks.ep * shape.ranks.etp, rates.node)
-    ends = max(0.0, rank.held - layers * layer)
     element, gradient = shape.element, replicas.gradient
     copied = 0 if flat else 2 * element
     brought = element + gradient
@@ -196,9 +186,11 @@ def sharded(
             rates, "all-reduce", size / across.ranks, between
         )
 
-    def of_layer(of: Callable[[float, Group], float]) -> float:
+    def of_layer(of: Callable[[float, Group], float], size: Elements) -> float:
         """Of a layer's own parameters, and of its experts', which fewer ranks share."""
-        return of(layer, shards) if shape.ranks.ep == 1 else of(layer - inner, shards) + of(inner, same)
+        if shape.ranks.ep == 1:
+            return of(size.held, shards)
+        return of(size.held - size.experts, shards) + of(size.experts, same)
 
     def unflattened(count: float) -> float:
         return streamed(rates, count * copied)
@@ -206,13 +198,21 @@ def sharded(
     def flattened(count: float) -> float:
         return streamed(rates, count * trained * brought)
 
-    again = of_layer(gathered) if regathers else 0.0
-    recomputed = times.layer.recompute * min(1.0, rank.recomputed / layers)
-    aside = overlapped(rates, of_layer(gathered), times.layer.forward)
-    forward = layers * (aside + unflattened(layer)) + gathered(ends) + unflattened(ends)
-    aside = overlapped(rates, (again if ahead else 0.0) + of_layer(scattered), times.layer.backward + recomputed)
-    aside += 0.0 if ahead else again
-    backward = layers * (aside + flattened(layer) + (unflattened(layer) if regathers else 0.0))
+    forward = backward = layers = 0.0
+    sizes = [one for chunk in rank.work for one, _ in zip(of_each(shape.entries), chunk.counts, strict=False)]
+    for size, (times, count, recomputed) in zip(sizes, rank.kinds, strict=True):
+        if not count:
+            continue
+        again = of_layer(gathered, size) if regathers else 0.0
+        aside = overlapped(rates, of_layer(gathered, size), times.forward)
+        forward += count * (aside + unflattened(size.held))
+        took = times.backward + times.recompute * recomputed / count
+        aside = overlapped(rates, (again if ahead else 0.0) + of_layer(scattered, size), took)
+        aside += 0.0 if ahead else again
+        backward += count * (aside + flattened(size.held) + (unflattened(size.held) if regathers else 0.0))
+        layers += count * size.held
+    ends = max(0.0, rank.held - layers)
+    forward += gathered(ends) + unflattened(ends)
     backward += scattered(ends) + flattened(ends)
     if plan.layout.pp > 1:
         return forward + backward

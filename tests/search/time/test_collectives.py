@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from memplan.frameworks.fsdp.timing import is_flat
 from memplan.layers.work import Exchange as Exchanged
 from memplan.plan.errors import PlanError
-from memplan.search.time import Replicas, StageWork, entry_times, rates_of, shape_of, work_of
+from memplan.search.time import EntryTimes, Replicas, StageWork, entry_times, rates_of, shape_of, work_of
 from memplan.search.time.collectives import Group, collective, group, send
 from memplan.search.time.kernels import PERSISTENT, Ranks, exchanged, overlapped
+from memplan.search.time.layer import NO_TIME
 from memplan.search.time.shape import elements
 from memplan.search.time.updates import Exchange, sharded
 
@@ -143,6 +144,22 @@ def test_sharded_parameters_are_copied() -> None:
     layers = 32 * elements(shape.entries, (StageWork(1),))[0]
     found = sharded(Replicas(job, shape, rates), Exchange(work, times, held, trained, 2))
     assert found == pytest.approx(2 * (layers * (4 + 4 + 6) + (held - layers) * (4 + 6)) / rates.memory, rel=0.02)
+
+
+def test_shards_of_layers_without_experts_are_gathered_by_their_own_size() -> None:
+    """Of 8 ranks each takes 7 / 8 of a layer's bytes through links, twice, and of its gradients once; of the embedding
+    and the head, 129,280 rows of 7,168 each, once. Three of DeepSeek V3's first four layers have an MLP, a tenth of the
+    parameters of the one with experts."""
+    flags = {"model": "deepseek-v3", "layers": 4, "framework": "deepspeed", "zero": 3, "gpu": "h200", "gpus": 8}
+    job = plan(**flags, seq=1024)
+    rates = replace(rates_of(job), memory=float("inf"), collective=0.0, hop=0.0)
+    shape, (work,) = shape_of(job), work_of(job)
+    times = EntryTimes(*[NO_TIME] * 4, 0.0)
+    held, trained, _ = elements(shape.entries, work)
+    assert work[0].counts == ((3, 0), (1, 0))
+    found = sharded(Replicas(job, shape, rates), Exchange(work, times, held, trained, 1))
+    ends = (2 * 129_280 + 1) * 7168
+    assert found == pytest.approx(7 / 8 * (3 * 2 * held - 2 * ends) / rates.link, rel=0.01)
 
 
 def test_flat_parameters_are_gathered_in_place_and_their_gradients_divided() -> None:
