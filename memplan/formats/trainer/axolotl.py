@@ -62,7 +62,6 @@ _LIGER = MappingProxyType(
         "liger_rms_norm": "rms_norm",
         "liger_swiglu": "swiglu",
         "liger_glu_activation": "swiglu",
-        "liger_layer_norm": "layer_norm",
         "liger_cross_entropy": "cross_entropy",
         "liger_fused_linear_cross_entropy": "fused_linear_cross_entropy",
     }
@@ -123,9 +122,7 @@ def _scores(own: Mapping[str, Node]) -> bool:
 
 
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
-    """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
-    checkpoints, its default, are modelled of whole models and under FSDP 1, and elsewhere taken to be what they are
-    without."""
+    """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model."""
     own = written.mapping
     if wrong := [*_refused(own, processes)]:
         raise together(wrong)
@@ -296,7 +293,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     pieces = {piece: of(key) for key, piece in _LIGER.items() if on(key)}
     if pieces:
         first = next(iter(pieces.values()))
-        off = {piece: Node(False, first.origin) for piece in _LIGER.values() if piece != "layer_norm"}
+        off = {piece: Node(False, first.origin) for piece in _LIGER.values()}
         yield "use_liger_kernel", True, first
         yield "liger_kernel_config", {**off, **pieces}, first
     checkpoints = of("gradient_checkpointing")
@@ -306,8 +303,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         )
     if checkpoints.value:
         yield "gradient_checkpointing", True, checkpoints
-        is_flat = on("fsdp_config") and str(_version(own).value) == "1"
-        if (is_whole or is_flat) and not (prefers or on("gradient_checkpointing_kwargs")):  # normalize_config
+        if not (prefers or on("gradient_checkpointing_kwargs")):  # normalize_config
             yield "gradient_checkpointing_kwargs", {"use_reentrant": Node(True, checkpoints.origin)}, checkpoints
     elif (rewards or prefers) and checkpoints.value is False:
         yield "gradient_checkpointing", False, checkpoints

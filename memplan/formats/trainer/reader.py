@@ -21,7 +21,7 @@ from ...plan.notes import Note
 from ...plan.read import SAVED, Source
 from ...plan.text import folder_of, parse_yaml, path_of
 from ...plan.training_loops import TRAINING_LOOPS, TRANSFORMERS
-from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
+from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision, without_reentrance
 from ..deepspeed.reader import ds_config_in
 from ..elsewhere import ELSEWHERE, OF_SCRIPTS
 from ..in_flags import in_flags, with_engine
@@ -75,7 +75,8 @@ def launched(found: Started, asked: Asked) -> Launch:
     starts = found.script
     if dialect is not None:
         starts = dialect.starts(written) if hasattr(dialect, "starts") else ""
-        written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
+        is_whole = found.accelerate is None or not found.accelerate.shards
+        written = dialect.translated(written, is_whole=is_whole, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
     if (inner := written.mapping.get("model_init_kwargs")) is not None and isinstance(inner.value, dict):
         kept = {key: node for key, node in written.mapping.items() if key != "model_init_kwargs"}
@@ -95,7 +96,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     written = as_loaded(written, loop, asked) if dialect is None else written
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
-    unread = tuple(_unread(written, found, dialect, strict=asked.strict))
+    unread = tuple(_unread(written, found, dialect, strict=asked.strict)) if loop.name in TRAINING_LOOPS else ()
     if found.said is not None and found.said.wrong is not None:
         raise found.said.wrong
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
@@ -156,7 +157,7 @@ def _engine(found: Started, arguments: Arguments, asked: Asked) -> str:
         return named
     launcher = found.accelerate
     said = [(name, name, node) for name in ("deepspeed", "fsdp") if (node := arguments.asked(name)) is not None]
-    if launcher is not None and (launcher.fsdp is not None or launcher.deepspeed is not None):
+    if launcher is not None and launcher.shards:
         said.append((launcher.framework, "distributed_type", launcher.kind))
     for name, key, node in said[1:]:
         other, before, first = said[0]
@@ -221,6 +222,7 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
     ``trainer_config_process``)."""
     arguments: Arguments = reader.settings
     building = reader.building
+    without_reentrance(building)
     given = arguments.node("deepspeed")
     if given is not None:
         config = ds_file(given, found.folder)

@@ -116,8 +116,7 @@ KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
 
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model, over
-    ``processes``. Reentrant checkpoints are not modelled of sharded models, and are taken to be what they are
-    without."""
+    ``processes``."""
     for key, (harmless, why) in _REFUSED.items():
         node = written.mapping.get(key)
         if node is not None and node.plain() not in harmless:
@@ -238,14 +237,14 @@ def _ds_config(stage: str, node: Node, *, on_host: bool) -> dict[str, Node]:
 def _steps(written: Node, batch: Value, processes: int, *, is_whole: bool) -> _Found:
     """What is kept between forward and backward, how many micro-batches make a step (sixteen sequences, unless said),
     and whether anything is evaluated."""
-    alone = is_whole and processes == 1 and not any(_is_on(written, key) for key in ("deepspeed", "fsdp"))
+    sharded = not is_whole or any(_is_on(written, key) for key in ("deepspeed", "fsdp"))
     checkpoints = _of(written, "gradient_checkpointing", True)
     by_engine = _of(written, "fsdp").value == "fsdp2"  # checkpoints layers itself
     yield "gradient_checkpointing", bool(checkpoints.value) and not by_engine, checkpoints
     kwargs = _of(written, "gradient_checkpointing_kwargs")
-    if alone and checkpoints.value and isinstance(kwargs.value, dict):
+    if checkpoints.value and isinstance(kwargs.value, dict):
         yield "gradient_checkpointing_kwargs", kwargs.value, kwargs
-    elif alone and checkpoints.value:
+    elif checkpoints.value and not by_engine and (sharded or processes == 1):
         yield "gradient_checkpointing_kwargs", {"use_reentrant": Node(True, written.origin)}, checkpoints
     steps = _of(written, "gradient_accumulation_steps")
     if steps.value is not None or (type(batch) is int and batch > 0):
@@ -267,10 +266,6 @@ TOLD = (
     (
         "dtype-of-config",
         "without torch_dtype ms-swift takes the dtype of the model's config.json: bf16 is taken for it",
-    ),
-    (
-        "checkpoints-when-sharded",
-        "ms-swift's checkpoints are reentrant: of a sharded model they are taken to hold what others hold",
     ),
 )
 """What it does that depends on the data and on the checkpoint."""

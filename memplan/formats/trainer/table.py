@@ -139,8 +139,11 @@ def _compiled(reader: Reader) -> None:
         found.put(reader.building, "torch_compile")
 
 
-LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp"}
-"""Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise."""
+LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp", "geglu": "kernels.mlp"}
+"""Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise. ``geglu`` is what
+``swiglu`` is called for Gemma (``transformers/monkey_patch.py``), whose function is given the one that it has."""
+_OF_OTHERS = ("layer_norm",)
+"""Pieces that no modelled language model has: Liger's are of vision towers."""
 
 
 def _liger(reader: Reader) -> None:
@@ -152,12 +155,16 @@ def _liger(reader: Reader) -> None:
     config = arguments.node("liger_kernel_config") or Node({}, node.origin)
     chosen = {key: value for key, value in config.mapping.items() if value.value is not None}
     for key, value in chosen.items():
-        if key not in LIGER_PIECES and key not in ("fused_linear_cross_entropy", "cross_entropy"):
+        if key not in (*LIGER_PIECES, *_OF_OTHERS, "fused_linear_cross_entropy", "cross_entropy"):
             if value.value is not False:
                 problem = f"is not modelled: {', '.join(LIGER_PIECES)}, cross_entropy, fused_linear_cross_entropy are"
                 raise PlanError(key, plain(value), problem, origin=value.origin)
         elif not isinstance(value.value, bool):
             raise PlanError(key, plain(value), "must be true or false", origin=value.origin)
+    gated = [value for key, value in chosen.items() if LIGER_PIECES.get(key) == "kernels.mlp"]
+    if len({one.value for one in gated}) > 1:
+        problem = "must be as swiglu: Gemma's function takes geglu alone, those of other models swiglu"
+        raise chosen["geglu"].wrong("geglu", problem)
     put("kernels.set", Node("liger", node.origin), "use_liger_kernel")
     off = [key for key, value in chosen.items() if value.value is False]
     for key in off:

@@ -84,6 +84,14 @@ def test_no_other_word_for_it(tmp_path: Path) -> None:
         read(tmp_path, {**FSDP, "fsdp_config": section}, model="gpt2")
 
 
+def test_checkpoints_of_accelerate_are_not_reentrant(tmp_path: Path) -> None:
+    """``CheckpointImpl.NO_REENTRANT`` in ``accelerator.py``, beside a transformers whose own are."""
+    flat = {**FSDP, "fsdp_config": {"fsdp_version": 1, "fsdp_activation_checkpointing": True}}
+    for config in (flat, {**FSDP, "fsdp_config": {**flat["fsdp_config"], "fsdp_version": 2}}):
+        found = read(tmp_path, config, model="gpt2", versions="transformers=4.57.6").recompute
+        assert (found.mode, found.reentrant) == ("full", False)
+
+
 def test_gathers_of_fsdp_1_that_are_not_counted_are_told(tmp_path: Path) -> None:
     """And a flag's version stands over the file's."""
     section = {"fsdp_version": 1, "fsdp_forward_prefetch": True, "fsdp_limit_all_gathers": False}

@@ -153,6 +153,17 @@ def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> N
     assert (whole.kernels.mlp, whole.loss.kind) == ("liger", "liger")
 
 
+def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
+    """``apply_liger_kernel_to_gemma2(geglu=…)``; ``layer_norm`` is of towers for images."""
+    arguments = {
+        "use_liger_kernel": True,
+        "dtype": "bfloat16",
+        "liger_kernel_config": {"geglu": False, "layer_norm": True},
+    }
+    given = plan(tmp_path, arguments, model="gemma-2-9b").kernels
+    assert (given.norm, given.rope, given.mlp) == ("liger", "liger", "eager")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -168,7 +179,11 @@ def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> N
             {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
             "must be false unless fused_linear_cross_entropy is",
         ),
-        ({"use_liger_kernel": True, "liger_kernel_config": {"layer_norm": True}}, "layer_norm = true: is not modelled"),
+        (
+            {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": True, "geglu": False}},
+            "geglu = false: must be as swiglu",
+        ),
+        ({"use_liger_kernel": True, "liger_kernel_config": {"group_norm": True}}, "group_norm = true: is not modelled"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "offload = true"),
         ({"torch_compile": False, "torch_compile_mode": "max-autotune"}, "max-autotune: must be default"),
         ({"torch_compile_backend": "aot_eager"}, "torch_compile_backend = aot_eager: must be inductor"),
@@ -292,6 +307,24 @@ def test_scores_of_trls_reward_trainer(tmp_path: Path) -> None:
     assert plan(tmp_path, given, trainer="reward", **{"eval-mbs": "2"}).trainer.evaluation_mbs == 2
     made = plan(tmp_path, {**REWARD, "use_liger_kernel": True}, trainer="reward", model="llama-3-8b")
     assert (made.kernels.norm, made.loss.kind) == ("liger", "plain")
+
+
+@pytest.mark.parametrize(
+    ("script", "own", "loop"),
+    [
+        ("online_dpo", "--reward_model_path other", "online-dpo"),
+        ("distillation", "--teacher_model_name_or_path other", "distillation"),
+        ("sdpo", "--num_generations 8", "sdpo"),
+    ],
+)
+def test_a_trainer_that_is_not_modelled_is_named_before_its_arguments(
+    script: str, own: str, loop: str, tmp_path: Path
+) -> None:
+    """trl 1.16's ``examples/scripts``: their own arguments are near to other trainers' keys."""
+    command = f"python examples/scripts/{script}.py --model_name_or_path gpt2 {own}\n"
+    (tmp_path / "train.sh").write_text(command)
+    with pytest.raises(PlanError, match=f"trainer.loop = {loop}: is not modelled of trl's trainers"):
+        build_plan(read(str(tmp_path / "train.sh"), Asked(flags={})).source, {})
 
 
 def test_sft_makes_no_logits_since_trl_1_15(tmp_path: Path) -> None:
