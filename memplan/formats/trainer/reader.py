@@ -37,7 +37,7 @@ from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
 from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
-from .trl import as_loaded, loop_of, named_by_folder, named_by_keys
+from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -205,6 +205,7 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
         building.put("quantisation.storage", Node("uint8", arguments.where("load_in_4bit")))
     read_rows(OPTIMIZER, reader)
     read_rows(found.loop.rows if found.loop.own_loss else EVALUATION_OF_LOSS, reader)
+    _tell_padding(found.loop, reader)
     return _launch(building)
 
 
@@ -253,7 +254,21 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
             # kernel it takes as much memory otherwise.
             del building.items["optimizer.implementation"]
     read_rows(found.loop.rows if found.loop.own_loss else EVALUATION_OF_LOSS, reader)
+    _tell_padding(found.loop, reader)
     return ds_config_in(config, asked, building)
+
+
+def _tell_padding(loop: Loop, reader: Reader) -> None:
+    """Where the Trainer's loop is the engine's, whose plans do not say whose batches they are."""
+    batch, kernel = map(reader.building.items.get, ("batch.mbs", "attention"))
+    several = batch is not None and isinstance(batch.value, int) and batch.value > 1
+    sdpa = kernel is None or kernel.value == "sdpa"
+    if several and sdpa and not loop.own_loss and not {"attention", "mbs", "padding"} & reader.context:
+        reader.building.note(
+            "padding",
+            "sequences are taken to be full, as packing makes them: where those of a micro-batch are padded, sdpa is "
+            "handed a mask, and each layer's attention keeps it, with repeated keys and values; --padding counts it",
+        )
 
 
 def _check_cast(config: Node, arguments: Arguments, asked: Asked) -> None:

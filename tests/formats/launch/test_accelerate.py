@@ -154,6 +154,23 @@ def test_the_trainers_deepspeed(tmp_path: Path, inline: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("engine", [{"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}])
+def test_batches_that_a_collator_may_pad_are_told(engine: dict[str, Any], tmp_path: Path) -> None:
+    """``sdpa`` is transformers' own choice; a single sequence has nothing to be padded to."""
+
+    def told(flags: dict[str, str], **more: object) -> bool:
+        (tmp_path / "it.json").write_text(json.dumps({**TRAINER, **engine, **more}))
+        place = str(tmp_path / "it.json")
+        given = {"gpus": "4", **flags}
+        notes = read_given(place, flags_of_launch(place, None), given).warnings
+        return any("sequences are taken to be full" in note.message for note in notes)
+
+    assert told({})
+    assert not told({}, per_device_train_batch_size=1)
+    assert not told({}, attn_implementation="flash_attention_2")
+    assert not told({"padding": "true"})
+
+
 SCRIPT = """#!/bin/bash
 MODEL=gpt2
 accelerate launch --config_file it.yaml {more} run_clm.py --model_name_or_path $MODEL \\
