@@ -41,6 +41,7 @@ READ = frozenset(
         "vllm_enable_sleep_mode",
         "cast_lm_head_to_fp32",
         "optim",
+        "optim_args",
         "bf16",
         "fp16",
         "gradient_checkpointing",
@@ -129,7 +130,7 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
 WITHOUT_EFFECT = frozenset(
     """
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
-    warmup_steps warmup_ratio optim_args adam_beta1 adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
+    warmup_steps warmup_ratio adam_beta1 adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
     tf32 use_cache logging_strategy logging_steps
     sortish_sampler generation_max_length generation_num_beams generation_config
     logging_first_step logging_dir log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level

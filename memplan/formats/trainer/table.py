@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...optimizers import trainer_names
+from ...optimizers import algorithm, trainer_names
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.near_misses import OTHER_EXPERTS
 from ...plan.read import SAVED, TAKEN
@@ -110,6 +110,29 @@ def _optimizer(reader: Reader) -> None:
         raise node.wrong("optim", f"is not modelled; {', '.join(known)} are")
     for name, value in found.items():
         reader.building.put(f"optimizer.{name}", Node(value, node.origin), "optim")
+    if algorithm(found["name"]).has_momentum:
+        _momentum(reader)
+
+
+def _momentum(reader: Reader) -> None:
+    """Of ``optim_args``, ``momentum=0.9,nesterov=true`` (``_get_sgd`` of ``trainer_optimizer.py``), or a mapping, of
+    which Axolotl makes that. Weight decay is that of each group of parameters, whatever they say."""
+    node = reader.settings.node("optim_args")
+    if node is None or node.value is None:
+        return
+    given = node.plain()
+    words = (one.partition("=") for one in str(given).replace(" ", "").split(","))
+    said = given if isinstance(given, dict) else {name: value for name, _, value in words}
+    if str(said.get("nesterov", "")).lower() in ("true", "1", "yes"):
+        raise PlanError(
+            "optim_args", plain(node), "must be without nesterov, which is not modelled", origin=node.origin
+        )
+    if "momentum" in said:
+        try:
+            momentum = float(said["momentum"])
+        except (TypeError, ValueError):
+            raise node.lacks("optim_args", "must have a number as momentum: momentum=0.9") from None
+        reader.building.put("optimizer.momentum", Node(momentum, node.origin), "optim_args")
 
 
 def _recompute(reader: Reader) -> None:

@@ -153,6 +153,21 @@ def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> N
     assert (whole.kernels.mlp, whole.loss.kind) == ("liger", "liger")
 
 
+@pytest.mark.parametrize(
+    ("optim", "given", "momentum"),
+    [
+        ("sgd", "momentum=0.9, nesterov=false", 0.9),
+        ("sgd", {"momentum": 0.5}, 0.5),
+        ("sgd", "weight_decay=0.1", 0.0),
+        ("adamw_torch", "momentum=0.9", 0.0),
+    ],
+)
+def test_momentum_is_among_the_optimizers_arguments(optim: str, given: object, momentum: float, tmp_path: Path) -> None:
+    """``_get_sgd`` reads it, and Adam's function does not: every parameter has a buffer then."""
+    read = plan(tmp_path, {"optim": optim, "optim_args": given}, model="gpt2")
+    assert read.optimizer.momentum == momentum
+
+
 def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
     """``apply_liger_kernel_to_gemma2(geglu=…)``; ``layer_norm`` is of towers for images."""
     arguments = {
@@ -175,6 +190,8 @@ def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "TRANSFORMER_BASED_WRAP"),
         ({"bf16": True, "fp16": True}, "one autocast"),
         ({"bf16": "yes"}, "true or false"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"}, "must be without nesterov"),
+        ({"optim": "sgd", "optim_args": "momentum=much"}, "must have a number as momentum"),
         (
             {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
             "must be false unless fused_linear_cross_entropy is",
