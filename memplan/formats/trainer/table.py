@@ -206,6 +206,17 @@ def _liger(reader: Reader) -> None:
 _VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
+def _split(reader: Reader) -> None:
+    """``per_device_train_batch_size`` is that of all processes then (``training_args.py``)."""
+    config = reader.settings.node("accelerator_config")
+    split = config.mapping.get("split_batches") if config is not None and isinstance(config.value, dict) else None
+    if split is not None and split.value is True:
+        problem = (
+            "must be false: batches are split over all GPUs then; give a GPU's part as per_device_train_batch_size"
+        )
+        raise split.wrong("split_batches", problem)
+
+
 def _packed(reader: Reader) -> None:
     """trl's packing fills rows up to ``max_length``.
 
@@ -299,6 +310,7 @@ ROWS = (
     Row("attn_implementation", "attention", kind="any"),
     Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
     Row("experts_implementation", "", read=_experts),
+    Row("accelerator_config", "", read=_split),
     Row("packing", "attention", read=_packed),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
     Row("torch_compile", "compile", read=_compiled),

@@ -135,6 +135,7 @@ def test_every_optimizer_is_one_of_the_trainers(tmp_path: Path) -> None:
     [
         ({"my_own_setting": 1e-5}, "argument-unknown"),
         ({"torch_empty_cache_steps": 4}, "argument-not-modelled"),
+        ({"use_cache": True}, "argument-not-modelled"),
         ({"eval_strategy": "epoch"}, "evaluation-logits"),
     ],
 )
@@ -191,6 +192,7 @@ def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
         ({"bf16": True, "fp16": True}, "one autocast"),
         ({"bf16": "yes"}, "true or false"),
         ({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"}, "must be without nesterov"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches = true: must be false"),
         ({"optim": "sgd", "optim_args": "momentum=much"}, "must have a number as momentum"),
         (
             {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
