@@ -277,8 +277,13 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
             ("bnb_4bit_quant_storage", "bfloat16"),
         ):
             yield key, value, adapter
+    said = of("bf16")
+    if said.value not in (None, True, False, "auto", "true", "false"):
+        problem = "must be true, false or auto: full, of earlier releases, has no autocast, which is not modelled here"
+        raise said.wrong("bf16", problem)
     half = on("fp16") or on("float16")
-    brain = on("bf16") or on("bfloat16") or (of("bf16").value is None and not half)
+    found = not on("fp16") if said.value in (None, "auto") else on("bf16")  # resolve_dtype
+    brain = found or on("bfloat16")
     of_dtype = of("bf16" if brain else "fp16")
     yield "dtype", "bfloat16" if brain else "float16" if half else "float32", of_dtype
     if brain or half:
