@@ -459,7 +459,7 @@ _OF_DEEPSPEED = (
 _GROUPS = "parallelism_config_"
 _SECTIONS = {"fsdp_config": ("fsdp_",), "parallelism_config": (_GROUPS,), "deepspeed_config": _OF_DEEPSPEED}
 _FILES = ("config_file", "accelerate_config")
-_OF_TRAINER = frozenset({"gradient_accumulation_steps", "debug"})
+_OF_TRAINER = frozenset({"gradient_accumulation_steps", "debug", "fsdp_config", "parallelism_config"})
 """Flags that the Trainer's parser has, too, and takes."""
 
 _BEGIN = """
@@ -489,7 +489,7 @@ def split_off(arguments: Node) -> tuple[Node, dict[str, Node]]:
 def _is_launchers(key: str) -> bool:
     known = key in READ or key in WITHOUT_EFFECT or key in _FILES or key in _PARTS
     parts = ("fsdp_", "dynamo_", _GROUPS, *_OF_DEEPSPEED)
-    return (known or key.startswith(parts)) and key != "fsdp_config" and key not in _OF_TRAINER
+    return (known or key.startswith(parts)) and key not in _OF_TRAINER
 
 
 def changes_memory(flag: str) -> bool:
