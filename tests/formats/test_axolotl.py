@@ -144,7 +144,7 @@ def test_bf16_is_found_unless_fp16_is_asked_for(said: str, dtype: str, folder: P
         (("fsdp_version: 2\n", ""), {}, ("1", True, True)),
         (("fsdp_version: 2\n", "fsdp_version: 1\n"), {}, ("1", True, True)),
         (("  reshard_after_forward: true", "  version: 2"), {}, ("2", False, False)),
-        (("fsdp_version: 2\n", ""), {"fsdp_version": 2, "use_reentrant": False}, ("2", False, False)),
+        (("fsdp_version: 2\n", ""), {"fsdp_version": 2}, ("2", False, False)),
     ],
 )
 def test_a_sharded_model_is_of_fsdp_1_unless_it_says_more(
