@@ -32,6 +32,13 @@ def test_what_it_has_by_default(tmp_path: Path) -> None:
     assert plan.recompute.mode == "full"
 
 
+def test_checkpoints_are_reentrant_unless_the_command_says_more(tmp_path: Path) -> None:
+    """``_fix_gradient_checkpointing``: kwargs that say ``use_reentrant`` stand, JSON on a command line."""
+    assert plan_of(COMMAND, tmp_path).recompute.reentrant is True
+    words = """--gradient_checkpointing_kwargs '{"use_reentrant": false}'"""
+    assert plan_of(f"{COMMAND} {words}", tmp_path).recompute.reentrant is False
+
+
 def test_variables_say_how_many_processes(tmp_path: Path) -> None:
     plan = plan_of(f"NPROC_PER_NODE=4 NNODES=2 {COMMAND} --per_device_train_batch_size 2 --deepspeed zero3", tmp_path)
     assert (plan.framework, plan.hardware.gpus, plan.batch.accumulation) == ("deepspeed", 8, 1)

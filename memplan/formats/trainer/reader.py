@@ -30,7 +30,7 @@ from ..launchers import SEVERAL
 from ..recognised import is_python, is_script, source_at
 from ..settings import Building, Keys, Reader, read_rows
 from . import axolotl, llama_factory, swift
-from .arguments import EVALUATION_OF_LOSS, Arguments
+from .arguments import EVALUATION_OF_LOSS, Arguments, with_mappings
 from .examples import said_by
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .pins import pinned_by, told_by_keys, told_of
@@ -70,6 +70,7 @@ def launched(found: Started, asked: Asked) -> Launch:
         raise wrong_at(written.origin, "must be a mapping of TrainingArguments")
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise wrong_at(written.origin, "is a plan, not TrainingArguments; leave out --from")
+    written = with_mappings(written)
     dialects = (llama_factory, axolotl, swift) if found.said is None else ()
     dialect = next((one for one in dialects if written.mapping.keys() & {*one.MARKS}), None)
     starts = found.script

@@ -347,6 +347,22 @@ def test_a_trainer_that_is_not_modelled_is_named_before_its_arguments(
         build_plan(read(str(tmp_path / "train.sh"), Asked(flags={})).source, {})
 
 
+def test_a_command_line_has_mappings_as_json(tmp_path: Path) -> None:
+    """``TrainingArguments.__post_init__``, ``_VALID_DICT_FIELDS``, to which trl adds ``model_init_kwargs``."""
+    script = tmp_path / "train.sh"
+
+    def made(words: str) -> Plan:
+        script.write_text(f"trl sft --model_name_or_path gpt2 --max_length 512 --gradient_checkpointing {words}\n")
+        return build_plan(read(str(script), Asked(flags={})).source, {}).plan
+
+    assert made("""--gradient_checkpointing_kwargs '{"use_reentrant": true}'""").recompute.reentrant is True
+    assert made("""--gradient_checkpointing_kwargs '{"use_reentrant": false}'""").recompute.reentrant is False
+    loaded = made("""--model_init_kwargs '{"dtype": "bfloat16", "attn_implementation": "eager"}'""")
+    assert (loaded.precision.parameters, loaded.attention) == ("bf16", "eager")
+    with pytest.raises(PlanError, match=r"train\.sh:1: gradient_checkpointing_kwargs: is not valid YAML"):
+        made("""--gradient_checkpointing_kwargs '{"use_reentrant": '""")
+
+
 def test_sft_makes_no_logits_since_trl_1_15(tmp_path: Path) -> None:
     """Liger's layers are left then, but not its loss; of an earlier release the loss is the model's."""
     command = "trl sft --model_name_or_path gpt2 --max_length 512"
