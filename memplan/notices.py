@@ -126,8 +126,15 @@ def _with_backward(programs: Sequence[Program]) -> set[int]:
 def _padding(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     """What padding would add in a trainer's batches of several sequences, which are taken to be full, where that is
     half a gibibyte or more: masks, and keys and values repeated, of layers that have none yet."""
-    spec, b, s, dtype = plan.model, plan.batch.mbs, plan.batch.seq, plan.precision.dtype
-    if plan.trainer.loop == "none" or plan.batch.padding or b == 1 or plan.attention != "flash" or no_padding(plan):
+    spec, b, s, dtype = plan.model, plan.sequences, plan.batch.seq, plan.precision.dtype
+    loop, takes_masks = plan.trainer.loop, not plan.compile and plan.layout.cp == 1
+    if (
+        loop == "none"
+        or plan.batch.padding
+        or b == 1
+        or plan.attention != "flash"
+        or not (spec.has_sizes and takes_masks)
+    ):
         return
     layers = sum(not plan.masked_kernel or spec.sees_all(layer) for layer in range(spec.layers))
     layers = min(layers, 1) if plan.recompute.mode == "full" else layers
@@ -135,11 +142,13 @@ def _padding(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
     size = hold_bytes((b, 1, s, s), dtype) + repeated
     if 2 * layers * size < GIB:
         return
+    why = no_padding(plan)
     yield Notice(
         "padding",
         f"sequences are taken to be full, as packing makes them: where those of a micro-batch are padded to {s} "
         f"tokens, sdpa is handed a mask, and a layer's attention keeps {size:,} bytes more (mask, repeated keys and "
-        f"values; {layers * size / GIB:.2f} GiB in what is kept at once); --padding counts it",
+        f"values; {layers * size / GIB:.2f} GiB in what is kept at once); "
+        + (f"no estimate counts it {why}" if why else "--padding counts it"),
     )
 
 

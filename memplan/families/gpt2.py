@@ -169,6 +169,7 @@ GPT2_FAMILY = Family(
     covers=GPT2,
     layer=gpt2_layer,
     embedding=gpt2_embedding,
+    padded=True,
     older=(gpt2_layer_2020, gpt2_embedding_2020),
     multi_head=True,
     heads_fill_hidden=True,

@@ -114,6 +114,7 @@ NEOX = Family(
     },
     layer=neox_layer,
     embedding=neox_embedding,
+    padded=True,
     multi_head=True,
     heads_fill_hidden=True,
     modules=ModuleNames(

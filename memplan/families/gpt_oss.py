@@ -122,7 +122,6 @@ GPT_OSS = replace(
     },
     layer=layer,
     embedding=embedding,
-    padded=False,
     norm=norm,
     rotary=rotary,
     tables="half",

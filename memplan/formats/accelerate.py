@@ -87,6 +87,11 @@ class Accelerated:
     compiler: Compiler | None = None
     """What turns ``torch.compile`` on."""
 
+    @property
+    def shards(self) -> bool:
+        """The model is not whole on every GPU."""
+        return self.fsdp is not None or self.deepspeed is not None
+
 
 def read(place: str, asked: Asked) -> Launch:
     """The plan in the configuration at ``place``; the model and the batch are flags."""
@@ -246,6 +251,9 @@ def _recomputed(reader: Reader) -> None:
             "without it; transformers' gradient_checkpointing is compiled",
         )
     reader.building.put("recompute.mode", Node("full", node.origin))
+    reader.building.put(
+        "recompute.reentrant", Node(False, node.origin)
+    )  # CheckpointImpl.NO_REENTRANT, in every release
 
 
 FSDP_ROWS = (
@@ -289,9 +297,21 @@ def shard(
     read_rows(FSDP_ROWS, Reader(settings, building))
 
 
+def without_reentrance(building: Building) -> None:
+    """Reentrant checkpoints as the others, under an engine beside which they are not modelled; a note says so."""
+    found = building.items.get("recompute.reentrant")
+    if found is not None and found.value is True:
+        building.put("recompute.reentrant", Node(False, found.origin), "use_reentrant")
+        building.note(
+            "checkpoints-when-sharded",
+            f"reentrant checkpoints ({found.origin}) of a sharded model are taken to hold what others hold",
+        )
+
+
 def _fully_shard(building: Building, settings: Keys, dtype: Node | None, loaded: Node, adapted: bool) -> None:
     """FSDP 2: shards of what is trained are in fp32 under mixed precision, in which the gradients are reduced; what is
     frozen stays as it was loaded."""
+    without_reentrance(building)
     building.put("fsdp.reshard_root", Node(True, settings.origin))
     if not adapted:
         trained = dtype is not None and "lora.rank" not in building.items
@@ -439,7 +459,7 @@ _OF_DEEPSPEED = (
 _GROUPS = "parallelism_config_"
 _SECTIONS = {"fsdp_config": ("fsdp_",), "parallelism_config": (_GROUPS,), "deepspeed_config": _OF_DEEPSPEED}
 _FILES = ("config_file", "accelerate_config")
-_OF_TRAINER = frozenset({"gradient_accumulation_steps", "debug"})
+_OF_TRAINER = frozenset({"gradient_accumulation_steps", "debug", "fsdp_config", "parallelism_config"})
 """Flags that the Trainer's parser has, too, and takes."""
 
 _BEGIN = """
@@ -469,7 +489,7 @@ def split_off(arguments: Node) -> tuple[Node, dict[str, Node]]:
 def _is_launchers(key: str) -> bool:
     known = key in READ or key in WITHOUT_EFFECT or key in _FILES or key in _PARTS
     parts = ("fsdp_", "dynamo_", _GROUPS, *_OF_DEEPSPEED)
-    return (known or key.startswith(parts)) and key != "fsdp_config" and key not in _OF_TRAINER
+    return (known or key.startswith(parts)) and key not in _OF_TRAINER
 
 
 def changes_memory(flag: str) -> bool:

@@ -112,6 +112,12 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
             ("ppo", "onlinedpo", "gkd", "xpo", "nashmd"),
             _OF_TRL.format("generation between steps, and log-probabilities of what was generated"),
         ),
+        **dict.fromkeys(
+            ("distillation", "gold", "minillm", "sdft", "sdpo", "ssd"),
+            _OF_TRL.format("what a teacher, or the model itself, generated, and log-probabilities of it"),
+        ),
+        "tpo": _OF_TRL.format("three completions of each prompt"),
+        "asyncgrpo": _OF_TRL.format("steps on what was generated meanwhile"),
     },
     "quantisation.kind": {
         **dict.fromkeys(

@@ -122,12 +122,29 @@ def test_full_training_with_pieces_of_liger(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "dtype"),
+    [
+        ("bf16: auto", "bf16"),
+        ("bf16: auto\nfp16: true", "fp16"),
+        ("bf16: auto\nfp16: false", "bf16"),
+        ("bf16: false\nfp16: true", "fp16"),
+        ("fp16: true", "fp16"),
+    ],
+)
+def test_bf16_is_found_unless_fp16_is_asked_for(said: str, dtype: str, folder: Path) -> None:
+    """``resolve_dtype`` of ``utils/config/__init__.py``; ``bf16`` is ``auto`` by default."""
+    Path("it.yml").write_text(QLORA.replace("bf16: auto", said))
+    precision = memplan.estimate("it.yml").plan.precision
+    assert (precision.dtype, precision.parameters, precision.autocast) == (dtype, dtype, True)
+
+
+@pytest.mark.parametrize(
     ("change", "flags", "expected"),
     [
         (("fsdp_version: 2\n", ""), {}, ("1", True, True)),
         (("fsdp_version: 2\n", "fsdp_version: 1\n"), {}, ("1", True, True)),
         (("  reshard_after_forward: true", "  version: 2"), {}, ("2", False, False)),
-        (("fsdp_version: 2\n", ""), {"fsdp_version": 2, "use_reentrant": False}, ("2", False, False)),
+        (("fsdp_version: 2\n", ""), {"fsdp_version": 2}, ("2", False, False)),
     ],
 )
 def test_a_sharded_model_is_of_fsdp_1_unless_it_says_more(
@@ -210,6 +227,7 @@ def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None
         (QLORA + "context_parallel_size: 2\n", "context_parallel_size = 2: must be 1"),
         (QLORA.replace("gradient_checkpointing: true", "gradient_checkpointing: offload"), "must be true or false"),
         (FULL.replace("flash_attention: true", "sdp_attention: true"), "keeps norms, embeddings and head in fp32"),
+        (FULL + "bf16: full\n", "bf16 = full: must be true, false or auto"),
         (FULL.replace("liger_rope: true", "cut_cross_entropy: true"), "cut cross entropy is not modelled"),
         (
             FULL.replace("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin") + "num_labels: 2\n",

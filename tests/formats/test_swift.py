@@ -10,6 +10,7 @@ from memplan.formats import reader
 from memplan.formats.launch import Asked, launched_plan
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
+from memplan.plan.resolve import resolve
 
 
 def plan_of(text: str, folder: Path, name: str = "sft.sh", **flags: str) -> Plan:
@@ -29,6 +30,13 @@ def test_what_it_has_by_default(tmp_path: Path) -> None:
     assert (plan.batch.mbs, plan.batch.gbs or plan.batch.accumulation, plan.batch.seq) == (1, 16, 2048)
     assert (plan.precision.dtype, plan.precision.autocast, plan.precision.parameters) == ("bf16", True, "bf16")
     assert plan.recompute.mode == "full"
+
+
+def test_checkpoints_are_reentrant_unless_the_command_says_more(tmp_path: Path) -> None:
+    """``_fix_gradient_checkpointing``: kwargs that say ``use_reentrant`` stand, JSON on a command line."""
+    assert plan_of(COMMAND, tmp_path).recompute.reentrant is True
+    words = """--gradient_checkpointing_kwargs '{"use_reentrant": false}'"""
+    assert plan_of(f"{COMMAND} {words}", tmp_path).recompute.reentrant is False
 
 
 def test_variables_say_how_many_processes(tmp_path: Path) -> None:
@@ -53,6 +61,23 @@ def test_packed_rows_have_a_length_of_their_own(tmp_path: Path) -> None:
     assert plan_of(words, tmp_path).batch.seq == 2048
 
 
+@pytest.mark.parametrize(
+    ("words", "loss"),
+    [
+        ("", "liger"),
+        ("--loss_scale last_round+ignore_empty_think", "liger"),
+        ("--loss_scale react", "plain"),
+        ("--loss_scale last_round+hermes", "plain"),
+        ("--loss_scale react --is_binary_loss_scale true", "liger"),
+        ("--enable_channel_loss true", "plain"),
+    ],
+)
+def test_a_loss_that_weighs_tokens_is_not_ligers(words: str, loss: str, tmp_path: Path) -> None:
+    """``compute_loss``: "loss function defined in Liger Kernel will not take effect"; its layers do."""
+    plan = resolve(plan_of(f"{COMMAND} --use_liger_kernel true {words}", tmp_path))
+    assert (plan.loss.kind, plan.kernels.norm) == (loss, "liger")
+
+
 def test_a_flag_names_another_optimizer_than_the_file(tmp_path: Path) -> None:
     """``adamw_torch`` is PyTorch's foreach, and the Trainer's own default its fused kernel."""
     plan = plan_of(f"{COMMAND} --optim adamw_torch_fused", tmp_path, optimizer="adamw_torch")
@@ -72,6 +97,7 @@ def test_a_flag_names_another_optimizer_than_the_file(tmp_path: Path) -> None:
         ("--adapters output/checkpoint-100", "as large as their adapter_config.json says"),
         ("--trainable_parameters lm_head", "parameters chosen by name"),
         ("--experts_impl eager", "must be grouped_mm"),
+        ("--router_aux_loss_coef 1e-3", "the routers' loss keeps scores of all layers"),
         ("--rlhf_type dpo", "--trainer dpo"),
     ],
 )

@@ -41,7 +41,7 @@ def plan(**flags: object) -> Plan:
             {"model": "mistral-7b", "attention": "flash", "seq": 4096, "head_dim": 100},
             "for heads of 100 features",
         ),
-        ({"padding": "true"}, "not modelled for family gpt2"),
+        ({"model": "opt-1.3b", "padding": "true"}, "not modelled for family opt"),
         ({"model": "llama-3-8b", "padding": "true", "attention": "flash_attention_2"}, "must be false with attention"),
         ({"model": "llama-3-8b", "padding": "true", "versions": "transformers=4.52"}, "with transformers 4.52"),
         ({"model": "llama-3-8b", "padding": "true", "framework": "device-map", "gpus": 2}, "device map"),
@@ -76,6 +76,14 @@ def test_padding_keeps_a_mask_and_keys_and_values_of_every_head(framework: str, 
     more = padded.stages[0].requested - full.stages[0].requested
     assert 2**30 <= more < 2**30 + 2**25
     assert not [one for one in padded.warnings if one.code == "padding"]
+
+
+def test_padding_that_no_estimate_counts_is_told() -> None:
+    """Both sequences of 4 pairs are in a batch: twice the bytes above, in each of 8 layers."""
+    found = estimate(plan(**LLAMA, framework="single", trainer="dpo"))
+    (told,) = (one.message for one in found.warnings if one.code == "padding")
+    assert "268,435,456 bytes more" in told
+    assert "2.00 GiB in what is kept at once); no estimate counts it with trainer.loop dpo" in told
 
 
 MISTRAL = {"model": "mistral-7b", "layers": 3, "framework": "single", "dtype": "bf16"}

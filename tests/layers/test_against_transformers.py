@@ -288,9 +288,7 @@ WITH_MASKS = [
 SEVERAL = ((2, 64), *SHAPES[1:])
 PADDED = [
     Case(model, *shape, *setting, padded=True)
-    for at, model in enumerate(
-        model for model, (kind, _) in EVERY.items() if family_of(kind).padded and model not in DROPS_SCORES
-    )
+    for at, model in enumerate(model for model, (kind, _) in EVERY.items() if family_of(kind).padded)
     for shape, setting in zip(
         (*SEVERAL[at % 3 :], *SEVERAL[: at % 3]),
         (("bf16", "flash", "none"), ("fp32", "flash", "full"), ("bf16", "eager", "none")),
@@ -311,7 +309,7 @@ EACH_TIME: frozenset[Case] = frozenset(
 )
 EACH_TIME |= {case for case in CLASSIFIERS if case.model in ("llama", "bert")}
 EACH_TIME |= {case for at, case in enumerate(WITH_MASKS) if at % 12 in (0, 9)}
-OFTEN_PADDED = ("llama", "mistral-masked", "qwen3", "phi3", "gemma3_text")
+OFTEN_PADDED = ("gpt2", "llama", "mistral-masked", "qwen3", "phi3", "gemma3_text")
 EACH_TIME |= {
     case for case in PADDED if case.model in OFTEN_PADDED and case.dtype == "bf16" and case.attention == "flash"
 }

@@ -362,6 +362,6 @@ def test_a_recipe_that_is_none_says_how_recipes_are_called(capsys: pytest.Captur
 
 
 def test_losses_of_trl_that_are_not_modelled_name_those_that_are() -> None:
-    for loop, why in (("bco", "a classifier of prompts"), ("prm", "scores of steps")):
+    for loop, why in (("bco", "a classifier of prompts"), ("prm", "scores of steps"), ("gold", "a teacher")):
         with pytest.raises(PlanError, match=f"{why}.*; sft, dpo, kto, orpo, cpo, simpo, grpo, rloo and reward are$"):
             plan(trainer=loop)

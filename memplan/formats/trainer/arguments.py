@@ -3,7 +3,26 @@
 from __future__ import annotations
 
 from ...plan.errors import Node
+from ...plan.text import parse_yaml
 from ..settings import Keys, Reader, Row
+
+_MAPPINGS = (
+    *("accelerator_config", "fsdp_config", "deepspeed", "liger_kernel_config", "model_init_kwargs"),
+    *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+)
+
+
+def with_mappings(written: Node) -> Node:
+    """``written`` with a mapping in the place of text that is one in JSON, as a command line has it
+    (``TrainingArguments._VALID_DICT_FIELDS``)."""
+    texts = {key: node for key in _MAPPINGS if (node := written.mapping.get(key)) is not None}
+    return written.with_items(
+        {
+            key: Node.of(parse_yaml(node.value, f"{node.origin}: {key}", line=False).plain(), node.origin)
+            for key, node in texts.items()
+            if isinstance(node.value, str) and node.value.startswith("{")
+        }
+    )
 
 
 class Arguments(Keys):

@@ -62,7 +62,6 @@ _LIGER = MappingProxyType(
         "liger_rms_norm": "rms_norm",
         "liger_swiglu": "swiglu",
         "liger_glu_activation": "swiglu",
-        "liger_layer_norm": "layer_norm",
         "liger_cross_entropy": "cross_entropy",
         "liger_fused_linear_cross_entropy": "fused_linear_cross_entropy",
     }
@@ -123,9 +122,7 @@ def _scores(own: Mapping[str, Node]) -> bool:
 
 
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
-    """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
-    checkpoints, its default, are modelled of whole models and under FSDP 1, and elsewhere taken to be what they are
-    without."""
+    """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model."""
     own = written.mapping
     if wrong := [*_refused(own, processes)]:
         raise together(wrong)
@@ -279,8 +276,13 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
             ("bnb_4bit_quant_storage", "bfloat16"),
         ):
             yield key, value, adapter
+    said = of("bf16")
+    if said.value not in (None, True, False, "auto", "true", "false"):
+        problem = "must be true, false or auto: full, of earlier releases, has no autocast, which is not modelled here"
+        raise said.wrong("bf16", problem)
     half = on("fp16") or on("float16")
-    brain = on("bf16") or on("bfloat16") or (of("bf16").value is None and not half)
+    found = not on("fp16") if said.value in (None, "auto") else on("bf16")  # resolve_dtype
+    brain = found or on("bfloat16")
     of_dtype = of("bf16" if brain else "fp16")
     yield "dtype", "bfloat16" if brain else "float16" if half else "float32", of_dtype
     if brain or half:
@@ -295,7 +297,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     pieces = {piece: of(key) for key, piece in _LIGER.items() if on(key)}
     if pieces:
         first = next(iter(pieces.values()))
-        off = {piece: Node(False, first.origin) for piece in _LIGER.values() if piece != "layer_norm"}
+        off = {piece: Node(False, first.origin) for piece in _LIGER.values()}
         yield "use_liger_kernel", True, first
         yield "liger_kernel_config", {**off, **pieces}, first
     checkpoints = of("gradient_checkpointing")
@@ -305,8 +307,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         )
     if checkpoints.value:
         yield "gradient_checkpointing", True, checkpoints
-        is_flat = on("fsdp_config") and str(_version(own).value) == "1"
-        if (is_whole or is_flat) and not (prefers or on("gradient_checkpointing_kwargs")):  # normalize_config
+        if not (prefers or on("gradient_checkpointing_kwargs")):  # normalize_config
             yield "gradient_checkpointing_kwargs", {"use_reentrant": Node(True, checkpoints.origin)}, checkpoints
     elif (rewards or prefers) and checkpoints.value is False:
         yield "gradient_checkpointing", False, checkpoints

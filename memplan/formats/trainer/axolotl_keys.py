@@ -194,7 +194,7 @@ WITHOUT_EFFECT = frozenset(
     swanlab_api_host swanlab_lark_webhook_url swanlab_lark_secret swanlab_log_completions
     swanlab_completion_log_interval swanlab_completion_max_buffer revision pad_to_multiple_of diffusion
     mora llmcompressor debug eta_min adam_eps gptq_groupsize gptq_model_v1 gptq_disable_exllama
-    sample_packing_seq_len_multiplier base_model_ignore_patterns precompute_ref_log_probs
+    sample_packing_seq_len_multiplier base_model_ignore_patterns precompute_ref_log_probs liger_layer_norm
     """.split()  # noqa: SIM905 - as a list it would be a line a word
 )
 """Keys without effect on the memory of a training step, or of keys that are refused."""

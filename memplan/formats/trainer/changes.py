@@ -26,7 +26,7 @@ _METHODS = (*_CASTS, "to", *_SETTERS, "gradient_checkpointing_enable", RESIZED)
 _OF_DTYPES = re.compile(r"b?float(?:16|32)|half|float")
 _LIGER = re.compile(r"_?apply_liger_kernel\w*|AutoLigerKernelForCausalLM")
 """``liger_kernel/transformers/monkey_patch.py`` and ``auto_model.py``: both take the pieces as keywords."""
-_PIECES = ("rope", "rms_norm", "swiglu", "cross_entropy", "fused_linear_cross_entropy")
+_PIECES = ("rope", "rms_norm", "swiglu", "geglu", "cross_entropy", "fused_linear_cross_entropy")
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
 """``device_map``'s words under which a process takes all GPUs that it sees (accelerate's ``get_balanced_memory``)."""
 _LOSSES = ("compute_loss", "training_step")

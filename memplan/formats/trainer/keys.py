@@ -25,6 +25,7 @@ READ = frozenset(
         "do_regression",
         "per_device_train_batch_size",
         "per_device_eval_batch_size",
+        "accelerator_config",
         "gradient_accumulation_steps",
         "weight_decay",
         "max_length",
@@ -41,6 +42,7 @@ READ = frozenset(
         "vllm_enable_sleep_mode",
         "cast_lm_head_to_fp32",
         "optim",
+        "optim_args",
         "bf16",
         "fp16",
         "gradient_checkpointing",
@@ -119,6 +121,10 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
             (None, False),
             "flash-attention keeps several sums of dQ then, and cuBLAS a smaller workspace; neither is counted",
         ),
+        "use_cache": (
+            (None, False),
+            "copies of all keys and values, which the model returns where no checkpoints are on, are not counted",
+        ),
         "batch_eval_metrics": ((None, False), "logits are not kept then; leave out --eval-batches"),
         "predict_with_generate": ((None, False), "evaluation generates text, whose keys and values are not counted"),
         "eval_do_concat_batches": ((None, True), "logits are taken to be concatenated, batch by batch"),
@@ -129,8 +135,8 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
 WITHOUT_EFFECT = frozenset(
     """
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
-    warmup_steps warmup_ratio optim_args adam_beta1 adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
-    tf32 use_cache logging_strategy logging_steps
+    warmup_steps warmup_ratio adam_beta1 adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
+    tf32 logging_strategy logging_steps
     sortish_sampler generation_max_length generation_num_beams generation_config
     logging_first_step logging_dir log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level
     log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
@@ -139,7 +145,7 @@ WITHOUT_EFFECT = frozenset(
     save_safetensors save_on_each_node save_total_limit enable_jit_checkpoint push_to_hub hub_token hub_private_repo
     hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model
     greater_is_better ignore_data_skip restore_callback_states_from_checkpoint seed data_seed
-    accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory
+    dataloader_drop_last dataloader_num_workers dataloader_pin_memory
     dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
     remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name
     ddp_find_unused_parameters ddp_broadcast_buffers ddp_backend ddp_timeout debug skip_memory_metrics

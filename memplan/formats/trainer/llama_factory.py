@@ -127,8 +127,7 @@ def starts(written: Node) -> str:
 
 
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
-    """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model. Reentrant
-    checkpoints, its default, are not modelled of sharded models, and are taken to be what they are without."""
+    """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model."""
     of_another = next((key for key in _OF_NO_TRAINING if key in written.mapping), None)
     if of_another is not None and {*_OF_TRAINING}.isdisjoint(written.mapping):
         problem = f"{of_another} is of LLaMA-Factory's chat or export, which trains nothing"
@@ -204,7 +203,7 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     off = of("disable_gradient_checkpointing", False, False, True)
     yield "gradient_checkpointing", not off.value, off
     reentrant = of("use_reentrant_gc", True, False, True)
-    if not off.value and is_whole and "deepspeed" not in own:
+    if not off.value:
         yield "gradient_checkpointing_kwargs", {"use_reentrant": reentrant}, reentrant
 
 

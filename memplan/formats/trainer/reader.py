@@ -21,7 +21,7 @@ from ...plan.notes import Note
 from ...plan.read import SAVED, Source
 from ...plan.text import folder_of, parse_yaml, path_of
 from ...plan.training_loops import TRAINING_LOOPS, TRANSFORMERS
-from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision
+from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision, without_reentrance
 from ..deepspeed.reader import ds_config_in
 from ..elsewhere import ELSEWHERE, OF_SCRIPTS
 from ..in_flags import in_flags, with_engine
@@ -30,14 +30,14 @@ from ..launchers import SEVERAL
 from ..recognised import is_python, is_script, source_at
 from ..settings import Building, Keys, Reader, read_rows
 from . import axolotl, llama_factory, swift
-from .arguments import EVALUATION_OF_LOSS, Arguments
+from .arguments import EVALUATION_OF_LOSS, Arguments, with_mappings
 from .examples import said_by
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
 from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
-from .trl import as_loaded, loop_of, named_by_folder, named_by_keys
+from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -70,12 +70,14 @@ def launched(found: Started, asked: Asked) -> Launch:
         raise wrong_at(written.origin, "must be a mapping of TrainingArguments")
     if written.mapping.keys() & {"framework", "extends", "layout", "batch"}:
         raise wrong_at(written.origin, "is a plan, not TrainingArguments; leave out --from")
+    written = with_mappings(written)
     dialects = (llama_factory, axolotl, swift) if found.said is None else ()
     dialect = next((one for one in dialects if written.mapping.keys() & {*one.MARKS}), None)
     starts = found.script
     if dialect is not None:
         starts = dialect.starts(written) if hasattr(dialect, "starts") else ""
-        written = dialect.translated(written, is_whole=found.accelerate is None, processes=_processes(found, asked))
+        is_whole = found.accelerate is None or not found.accelerate.shards
+        written = dialect.translated(written, is_whole=is_whole, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
     if (inner := written.mapping.get("model_init_kwargs")) is not None and isinstance(inner.value, dict):
         kept = {key: node for key, node in written.mapping.items() if key != "model_init_kwargs"}
@@ -95,7 +97,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     written = as_loaded(written, loop, asked) if dialect is None else written
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
-    unread = tuple(_unread(written, found, dialect, strict=asked.strict))
+    unread = tuple(_unread(written, found, dialect, strict=asked.strict)) if loop.name in TRAINING_LOOPS else ()
     if found.said is not None and found.said.wrong is not None:
         raise found.said.wrong
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
@@ -156,7 +158,7 @@ def _engine(found: Started, arguments: Arguments, asked: Asked) -> str:
         return named
     launcher = found.accelerate
     said = [(name, name, node) for name in ("deepspeed", "fsdp") if (node := arguments.asked(name)) is not None]
-    if launcher is not None and (launcher.fsdp is not None or launcher.deepspeed is not None):
+    if launcher is not None and launcher.shards:
         said.append((launcher.framework, "distributed_type", launcher.kind))
     for name, key, node in said[1:]:
         other, before, first = said[0]
@@ -204,6 +206,7 @@ def _sharded(found: Started, reader: Reader, asked: Asked) -> Launch:
         building.put("quantisation.storage", Node("uint8", arguments.where("load_in_4bit")))
     read_rows(OPTIMIZER, reader)
     read_rows(found.loop.rows if found.loop.own_loss else EVALUATION_OF_LOSS, reader)
+    _tell_padding(found.loop, reader)
     return _launch(building)
 
 
@@ -221,6 +224,7 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
     ``trainer_config_process``)."""
     arguments: Arguments = reader.settings
     building = reader.building
+    without_reentrance(building)
     given = arguments.node("deepspeed")
     if given is not None:
         config = ds_file(given, found.folder)
@@ -251,7 +255,21 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
             # kernel it takes as much memory otherwise.
             del building.items["optimizer.implementation"]
     read_rows(found.loop.rows if found.loop.own_loss else EVALUATION_OF_LOSS, reader)
+    _tell_padding(found.loop, reader)
     return ds_config_in(config, asked, building)
+
+
+def _tell_padding(loop: Loop, reader: Reader) -> None:
+    """Where the Trainer's loop is the engine's, whose plans do not say whose batches they are."""
+    batch, kernel = map(reader.building.items.get, ("batch.mbs", "attention"))
+    several = batch is not None and isinstance(batch.value, int) and batch.value > 1
+    sdpa = kernel is None or kernel.value == "sdpa"
+    if several and sdpa and not loop.own_loss and not {"attention", "mbs", "padding"} & reader.context:
+        reader.building.note(
+            "padding",
+            "sequences are taken to be full, as packing makes them: where those of a micro-batch are padded, sdpa is "
+            "handed a mask, and each layer's attention keeps it, with repeated keys and values; --padding counts it",
+        )
 
 
 def _check_cast(config: Node, arguments: Arguments, asked: Asked) -> None:

@@ -28,6 +28,8 @@ _RENAMED = MappingProxyType(
         "target_parameters": "lora_target_parameters",
     }
 )
+_BINARY = frozenset({"default", "last_round", "all", "base", "ignore_empty_think", "ignore_think_prefix"})
+"""Parts of ``loss_scale`` that leave tokens out; others weigh them, as ``react`` (``loss_scale/mapping.py``)."""
 _WITHOUT_EFFECT = frozenset(
     """
     dataset val_dataset cached_dataset cached_val_dataset split_dataset_ratio dataset_shuffle val_dataset_shuffle
@@ -39,7 +41,7 @@ _WITHOUT_EFFECT = frozenset(
     lazy_tokenize use_hf enable_npu_model_patch ignore_args_error max_new_tokens temperature top_k top_p
     repetition_penalty num_beams stream stop_words add_version create_checkpoint_symlink check_model acc_strategy
     train_dataloader_shuffle max_epochs eval_metric metric callbacks early_stop_interval ds3_gather_for_generation
-    resume_only_model router_aux_loss_coef use_logits_to_keep freeze_vit freeze_aligner freeze_llm vit_lr aligner_lr
+    resume_only_model use_logits_to_keep freeze_vit freeze_aligner freeze_llm vit_lr aligner_lr
     vit_gradient_checkpointing attn_impl init_weights lorap_lr_ratio local_repo_path rope_scaling max_model_len
     safe_serialization max_shard_size use_flash_ckpt dataset_num_proc swanlab_project swanlab_exp_name swanlab_token
     swanlab_workspace swanlab_mode swanlab_notification_method swanlab_webhook_url swanlab_secret enable_channel_loss
@@ -67,6 +69,7 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "lisa_activated_layers": ((None, 0), "LISA is not modelled"),
         "optimizer": ((None,), "optimizers of ms-swift's plugins are not modelled; optim is"),
         "loss_type": ((None,), "losses of ms-swift's plugins are not modelled"),
+        "router_aux_loss_coef": ((None, 0, 0.0), "the routers' loss keeps scores of all layers, and is not modelled"),
         "enable_dft_loss": ((None, False), "its loss by token is not modelled"),
         "target_regex": ((None,), "targets by pattern are not modelled; target_modules are"),
         "freeze_parameters": ((None, [], ""), "parameters chosen by name are not modelled; --freeze-layers N is"),
@@ -116,8 +119,7 @@ KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
 
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model, over
-    ``processes``. Reentrant checkpoints are not modelled of sharded models, and are taken to be what they are
-    without."""
+    ``processes``."""
     for key, (harmless, why) in _REFUSED.items():
         node = written.mapping.get(key)
         if node is not None and node.plain() not in harmless:
@@ -164,6 +166,7 @@ def _method(written: Node) -> _Found:
         linear = any(str(one.value) in ("all-linear", "all", "ALL", "auto", "DEFAULT") for one in names)
         yield "lora_target_modules", "all-linear" if linear else list(names), target
     yield from _quantised(written)
+    yield from _loss(written)
     kernel = _of(written, "attn_impl")
     if kernel.value is not None:
         yield "attn_implementation", "flash_attention_2" if kernel.value == "flash_attn" else kernel.value, kernel
@@ -173,6 +176,15 @@ def _method(written: Node) -> _Found:
     longer = _of(written, "packing_length")
     if longer.value and _is_on(written, "packing"):  # samples are cut to max_length, rows filled to packing_length
         yield "max_length", longer.value, longer
+
+
+def _loss(written: Node) -> _Found:
+    """One that weighs tokens, or is told by channel, is made of all logits outside of the model, whatever Liger's would
+    be (``compute_loss`` of ``trainers/seq2seq_trainer.py``)."""
+    scale, binary = _of(written, "loss_scale", "default"), _of(written, "is_binary_loss_scale")
+    weighs = not (set(str(scale.value).split("+")) <= _BINARY if binary.value is None else binary.value)
+    if _is_on(written, "use_liger_kernel") and (weighs or _is_on(written, "enable_channel_loss")):
+        yield "liger_kernel_config", {"fused_linear_cross_entropy": Node(False, scale.origin)}, scale
 
 
 def _quantised(written: Node) -> _Found:
@@ -238,14 +250,14 @@ def _ds_config(stage: str, node: Node, *, on_host: bool) -> dict[str, Node]:
 def _steps(written: Node, batch: Value, processes: int, *, is_whole: bool) -> _Found:
     """What is kept between forward and backward, how many micro-batches make a step (sixteen sequences, unless said),
     and whether anything is evaluated."""
-    alone = is_whole and processes == 1 and not any(_is_on(written, key) for key in ("deepspeed", "fsdp"))
+    sharded = not is_whole or any(_is_on(written, key) for key in ("deepspeed", "fsdp"))
     checkpoints = _of(written, "gradient_checkpointing", True)
     by_engine = _of(written, "fsdp").value == "fsdp2"  # checkpoints layers itself
     yield "gradient_checkpointing", bool(checkpoints.value) and not by_engine, checkpoints
     kwargs = _of(written, "gradient_checkpointing_kwargs")
-    if alone and checkpoints.value and isinstance(kwargs.value, dict):
+    if checkpoints.value and isinstance(kwargs.value, dict):
         yield "gradient_checkpointing_kwargs", kwargs.value, kwargs
-    elif alone and checkpoints.value:
+    elif checkpoints.value and not by_engine and (sharded or processes == 1):
         yield "gradient_checkpointing_kwargs", {"use_reentrant": Node(True, written.origin)}, checkpoints
     steps = _of(written, "gradient_accumulation_steps")
     if steps.value is not None or (type(batch) is int and batch > 0):
@@ -267,10 +279,6 @@ TOLD = (
     (
         "dtype-of-config",
         "without torch_dtype ms-swift takes the dtype of the model's config.json: bf16 is taken for it",
-    ),
-    (
-        "checkpoints-when-sharded",
-        "ms-swift's checkpoints are reentrant: of a sharded model they are taken to hold what others hold",
     ),
 )
 """What it does that depends on the data and on the checkpoint."""

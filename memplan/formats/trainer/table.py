@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...optimizers import trainer_names
+from ...optimizers import algorithm, trainer_names
 from ...plan.errors import ABSENT, Node, PlanError
 from ...plan.near_misses import OTHER_EXPERTS
 from ...plan.read import SAVED, TAKEN
@@ -110,6 +110,29 @@ def _optimizer(reader: Reader) -> None:
         raise node.wrong("optim", f"is not modelled; {', '.join(known)} are")
     for name, value in found.items():
         reader.building.put(f"optimizer.{name}", Node(value, node.origin), "optim")
+    if algorithm(found["name"]).has_momentum:
+        _momentum(reader)
+
+
+def _momentum(reader: Reader) -> None:
+    """Of ``optim_args``, ``momentum=0.9,nesterov=true`` (``_get_sgd`` of ``trainer_optimizer.py``), or a mapping, of
+    which Axolotl makes that. Weight decay is that of each group of parameters, whatever they say."""
+    node = reader.settings.node("optim_args")
+    if node is None or node.value is None:
+        return
+    given = node.plain()
+    words = (one.partition("=") for one in str(given).replace(" ", "").split(","))
+    said = given if isinstance(given, dict) else {name: value for name, _, value in words}
+    if str(said.get("nesterov", "")).lower() in ("true", "1", "yes"):
+        raise PlanError(
+            "optim_args", plain(node), "must be without nesterov, which is not modelled", origin=node.origin
+        )
+    if "momentum" in said:
+        try:
+            momentum = float(said["momentum"])
+        except (TypeError, ValueError):
+            raise node.lacks("optim_args", "must have a number as momentum: momentum=0.9") from None
+        reader.building.put("optimizer.momentum", Node(momentum, node.origin), "optim_args")
 
 
 def _recompute(reader: Reader) -> None:
@@ -139,8 +162,11 @@ def _compiled(reader: Reader) -> None:
         found.put(reader.building, "torch_compile")
 
 
-LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp"}
-"""Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise."""
+LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp", "geglu": "kernels.mlp"}
+"""Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise. ``geglu`` is what
+``swiglu`` is called for Gemma (``transformers/monkey_patch.py``), whose function is given the one that it has."""
+_OF_OTHERS = ("layer_norm",)
+"""Pieces that no modelled language model has: Liger's are of vision towers."""
 
 
 def _liger(reader: Reader) -> None:
@@ -152,12 +178,16 @@ def _liger(reader: Reader) -> None:
     config = arguments.node("liger_kernel_config") or Node({}, node.origin)
     chosen = {key: value for key, value in config.mapping.items() if value.value is not None}
     for key, value in chosen.items():
-        if key not in LIGER_PIECES and key not in ("fused_linear_cross_entropy", "cross_entropy"):
+        if key not in (*LIGER_PIECES, *_OF_OTHERS, "fused_linear_cross_entropy", "cross_entropy"):
             if value.value is not False:
                 problem = f"is not modelled: {', '.join(LIGER_PIECES)}, cross_entropy, fused_linear_cross_entropy are"
                 raise PlanError(key, plain(value), problem, origin=value.origin)
         elif not isinstance(value.value, bool):
             raise PlanError(key, plain(value), "must be true or false", origin=value.origin)
+    gated = [value for key, value in chosen.items() if LIGER_PIECES.get(key) == "kernels.mlp"]
+    if len({one.value for one in gated}) > 1:
+        problem = "must be as swiglu: Gemma's function takes geglu alone, those of other models swiglu"
+        raise chosen["geglu"].wrong("geglu", problem)
     put("kernels.set", Node("liger", node.origin), "use_liger_kernel")
     off = [key for key, value in chosen.items() if value.value is False]
     for key in off:
@@ -174,6 +204,17 @@ def _liger(reader: Reader) -> None:
 
 
 _VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+def _split(reader: Reader) -> None:
+    """``per_device_train_batch_size`` is that of all processes then (``training_args.py``)."""
+    config = reader.settings.node("accelerator_config")
+    split = config.mapping.get("split_batches") if config is not None and isinstance(config.value, dict) else None
+    if split is not None and split.value is True:
+        problem = (
+            "must be false: batches are split over all GPUs then; give a GPU's part as per_device_train_batch_size"
+        )
+        raise split.wrong("split_batches", problem)
 
 
 def _packed(reader: Reader) -> None:
@@ -269,6 +310,7 @@ ROWS = (
     Row("attn_implementation", "attention", kind="any"),
     Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
     Row("experts_implementation", "", read=_experts),
+    Row("accelerator_config", "", read=_split),
     Row("packing", "attention", read=_packed),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
     Row("torch_compile", "compile", read=_compiled),

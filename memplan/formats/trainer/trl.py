@@ -449,7 +449,9 @@ _OF_AXOLOTL = Loop(
 _NOT_MODELLED = {
     **dict.fromkeys(("dpo_online", "online_dpo", "onlinedpo"), "online-dpo"),
     **dict.fromkeys(("nash_md", "nashmd"), "nash-md"),
+    "async_grpo": "async-grpo",
     **{name: name for name in ("bco", "prm", "ppo", "gkd", "xpo")},
+    **{name: name for name in ("distillation", "gold", "minillm", "sdft", "sdpo", "ssd", "tpo")},
 }
 """trl's other trainers by their commands and scripts; a plan refuses them by name."""
 

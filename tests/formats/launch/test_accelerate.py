@@ -84,6 +84,14 @@ def test_no_other_word_for_it(tmp_path: Path) -> None:
         read(tmp_path, {**FSDP, "fsdp_config": section}, model="gpt2")
 
 
+def test_checkpoints_of_accelerate_are_not_reentrant(tmp_path: Path) -> None:
+    """``CheckpointImpl.NO_REENTRANT`` in ``accelerator.py``, beside a transformers whose own are."""
+    flat = {**FSDP, "fsdp_config": {"fsdp_version": 1, "fsdp_activation_checkpointing": True}}
+    for config in (flat, {**FSDP, "fsdp_config": {**flat["fsdp_config"], "fsdp_version": 2}}):
+        found = read(tmp_path, config, model="gpt2", versions="transformers=4.57.6").recompute
+        assert (found.mode, found.reentrant) == ("full", False)
+
+
 def test_gathers_of_fsdp_1_that_are_not_counted_are_told(tmp_path: Path) -> None:
     """And a flag's version stands over the file's."""
     section = {"fsdp_version": 1, "fsdp_forward_prefetch": True, "fsdp_limit_all_gathers": False}
@@ -144,6 +152,23 @@ def test_the_trainers_deepspeed(tmp_path: Path, inline: bool) -> None:
         **{"model": "gpt2", "framework": "deepspeed", "gpus": "4", "zero": "2", "mbs": "2", "gbs": "24"},
         **{"accumulation": "3", "reduce-bucket-size": str(768**2), "weight-decay": "0", "seq": "512"},
     )
+
+
+@pytest.mark.parametrize("engine", [{"fsdp": True}, {"deepspeed": {"zero_optimization": {"stage": 2}}}])
+def test_batches_that_a_collator_may_pad_are_told(engine: dict[str, Any], tmp_path: Path) -> None:
+    """``sdpa`` is transformers' own choice; a single sequence has nothing to be padded to."""
+
+    def told(flags: dict[str, str], **more: object) -> bool:
+        (tmp_path / "it.json").write_text(json.dumps({**TRAINER, **engine, **more}))
+        place = str(tmp_path / "it.json")
+        given = {"gpus": "4", **flags}
+        notes = read_given(place, flags_of_launch(place, None), given).warnings
+        return any("sequences are taken to be full" in note.message for note in notes)
+
+    assert told({})
+    assert not told({}, per_device_train_batch_size=1)
+    assert not told({}, attn_implementation="flash_attention_2")
+    assert not told({"padding": "true"})
 
 
 SCRIPT = """#!/bin/bash

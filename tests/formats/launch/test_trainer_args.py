@@ -135,6 +135,7 @@ def test_every_optimizer_is_one_of_the_trainers(tmp_path: Path) -> None:
     [
         ({"my_own_setting": 1e-5}, "argument-unknown"),
         ({"torch_empty_cache_steps": 4}, "argument-not-modelled"),
+        ({"use_cache": True}, "argument-not-modelled"),
         ({"eval_strategy": "epoch"}, "evaluation-logits"),
     ],
 )
@@ -154,6 +155,32 @@ def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
+    ("optim", "given", "momentum"),
+    [
+        ("sgd", "momentum=0.9, nesterov=false", 0.9),
+        ("sgd", {"momentum": 0.5}, 0.5),
+        ("sgd", "weight_decay=0.1", 0.0),
+        ("adamw_torch", "momentum=0.9", 0.0),
+    ],
+)
+def test_momentum_is_among_the_optimizers_arguments(optim: str, given: object, momentum: float, tmp_path: Path) -> None:
+    """``_get_sgd`` reads it, and Adam's function does not: every parameter has a buffer then."""
+    read = plan(tmp_path, {"optim": optim, "optim_args": given}, model="gpt2")
+    assert read.optimizer.momentum == momentum
+
+
+def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
+    """``apply_liger_kernel_to_gemma2(geglu=…)``; ``layer_norm`` is of towers for images."""
+    arguments = {
+        "use_liger_kernel": True,
+        "dtype": "bfloat16",
+        "liger_kernel_config": {"geglu": False, "layer_norm": True},
+    }
+    given = plan(tmp_path, arguments, model="gemma-2-9b").kernels
+    assert (given.norm, given.rope, given.mlp) == ("liger", "liger", "eager")
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"optim": "galore_adamw"}, "optim = galore_adamw"),
@@ -164,11 +191,19 @@ def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> N
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "TRANSFORMER_BASED_WRAP"),
         ({"bf16": True, "fp16": True}, "one autocast"),
         ({"bf16": "yes"}, "true or false"),
+        ({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"}, "must be without nesterov"),
+        ({"parallelism_config": {"tp_size": 2}}, "Accelerate's parallelism is not modelled around the Trainer"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches = true: must be false"),
+        ({"optim": "sgd", "optim_args": "momentum=much"}, "must have a number as momentum"),
         (
             {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
             "must be false unless fused_linear_cross_entropy is",
         ),
-        ({"use_liger_kernel": True, "liger_kernel_config": {"layer_norm": True}}, "layer_norm = true: is not modelled"),
+        (
+            {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": True, "geglu": False}},
+            "geglu = false: must be as swiglu",
+        ),
+        ({"use_liger_kernel": True, "liger_kernel_config": {"group_norm": True}}, "group_norm = true: is not modelled"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "offload = true"),
         ({"torch_compile": False, "torch_compile_mode": "max-autotune"}, "max-autotune: must be default"),
         ({"torch_compile_backend": "aot_eager"}, "torch_compile_backend = aot_eager: must be inductor"),
@@ -292,6 +327,40 @@ def test_scores_of_trls_reward_trainer(tmp_path: Path) -> None:
     assert plan(tmp_path, given, trainer="reward", **{"eval-mbs": "2"}).trainer.evaluation_mbs == 2
     made = plan(tmp_path, {**REWARD, "use_liger_kernel": True}, trainer="reward", model="llama-3-8b")
     assert (made.kernels.norm, made.loss.kind) == ("liger", "plain")
+
+
+@pytest.mark.parametrize(
+    ("script", "own", "loop"),
+    [
+        ("online_dpo", "--reward_model_path other", "online-dpo"),
+        ("distillation", "--teacher_model_name_or_path other", "distillation"),
+        ("sdpo", "--num_generations 8", "sdpo"),
+    ],
+)
+def test_a_trainer_that_is_not_modelled_is_named_before_its_arguments(
+    script: str, own: str, loop: str, tmp_path: Path
+) -> None:
+    """trl 1.16's ``examples/scripts``: their own arguments are near to other trainers' keys."""
+    command = f"python examples/scripts/{script}.py --model_name_or_path gpt2 {own}\n"
+    (tmp_path / "train.sh").write_text(command)
+    with pytest.raises(PlanError, match=f"trainer.loop = {loop}: is not modelled of trl's trainers"):
+        build_plan(read(str(tmp_path / "train.sh"), Asked(flags={})).source, {})
+
+
+def test_a_command_line_has_mappings_as_json(tmp_path: Path) -> None:
+    """``TrainingArguments.__post_init__``, ``_VALID_DICT_FIELDS``, to which trl adds ``model_init_kwargs``."""
+    script = tmp_path / "train.sh"
+
+    def made(words: str) -> Plan:
+        script.write_text(f"trl sft --model_name_or_path gpt2 --max_length 512 --gradient_checkpointing {words}\n")
+        return build_plan(read(str(script), Asked(flags={})).source, {}).plan
+
+    assert made("""--gradient_checkpointing_kwargs '{"use_reentrant": true}'""").recompute.reentrant is True
+    assert made("""--gradient_checkpointing_kwargs '{"use_reentrant": false}'""").recompute.reentrant is False
+    loaded = made("""--model_init_kwargs '{"dtype": "bfloat16", "attn_implementation": "eager"}'""")
+    assert (loaded.precision.parameters, loaded.attention) == ("bf16", "eager")
+    with pytest.raises(PlanError, match=r"train\.sh:1: gradient_checkpointing_kwargs: is not valid YAML"):
+        made("""--gradient_checkpointing_kwargs '{"use_reentrant": '""")
 
 
 def test_sft_makes_no_logits_since_trl_1_15(tmp_path: Path) -> None:

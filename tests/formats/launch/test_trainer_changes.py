@@ -48,6 +48,8 @@ def with_line(line: str) -> str:
         ("apply_liger_kernel_to_llama()", {"use_liger_kernel": True}),
         ("apply_liger_kernel_to_llama(rope=False)",
          {"use_liger_kernel": True, "liger_kernel_config": {"rope": False}}),
+        ("apply_liger_kernel_to_gemma2(geglu=False)",
+         {"use_liger_kernel": True, "liger_kernel_config": {"geglu": False}}),
     ],
 )  # fmt: skip
 def test_a_call_is_the_argument_that_does_the_same(line: str, said: dict[str, object], tmp_path: Path) -> None:
