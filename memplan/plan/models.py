@@ -19,6 +19,7 @@ from .hub import (
     refused,
     twin,
     without_address,
+    without_ending,
     without_size,
 )
 from .library import (
@@ -147,7 +148,7 @@ def _base(base: Node, folder: Path) -> Found:
     path = model_path(name, folder, base.origin)
     same = None if is_there(path) else twin(name, base)
     if same is not None:
-        told = (text_part(one_line(name)),) if name.lower() in text_parts() else ()
+        told = (text_part(one_line(name)),) if text_parts() & {name.lower(), without_ending(name.lower())} else ()
         found = _built_in(same)
         return Found(found.spec, (*found.notes, *told))
     if _looks_like_path(name) or is_there(path):
@@ -165,7 +166,7 @@ def _base(base: Node, folder: Path) -> Found:
     if 0 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
         problem = f"is no built-in model; of that size {'are' if alike[1:] else 'is'} {', '.join(alike)}"
         raise PlanError("model", name, problem, origin=base.origin)
-    if why := why_not(name):
+    if not any(one.startswith(f"{name.lower()}-") for one in hub_ids()) and (why := why_not(name)):
         raise PlanError("model", name, why, origin=base.origin)
     if (same := _of_unsaid_size(name, base)) is not None:
         raise PlanError(

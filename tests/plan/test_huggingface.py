@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -597,6 +598,15 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
         ),
         ({**LLAMA, "model_type": "gemma2", "attn_logit_softcapping": 0}, "= 0: must be a number above 0"),
         ({**LLAMA, "model_type": "falcon", "alibi": True}, "alibi = true: is not modelled; only false is"),
+        ({**LLAMA, "model_type": "falcon", "num_ln_in_parallel_attn": 2}, "= 2: is not modelled; only null is"),
+        ({**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 0}, "= 0: must be a whole number from 1 to"),
+        (
+            {**LLAMA, "model_type": "mixtral", "num_local_experts": "8"},
+            "a whole number from 0 to 2,147,483,648, not text",
+        ),
+        ({**LLAMA, "model_type": "mixtral", "router_jitter_noise": 0.1}, "= 0.1: is not modelled; only 0.0 is"),
+        ({**LLAMA, "model_type": "mixtral", "output_router_logits": True}, "= true: is not modelled; only false is"),
+        ({**LLAMA, "layer_types": ["full_attention"] * 3}, "layer_types: must name all 2 layers, not 3"),
         ({**LLAMA, "model_type": "falcon", "new_decoder_architecture": True}, "is not modelled; only false is"),
         ({**GPT2, "model_type": "gptj", "rotary_dim": 6}, "rotary_dim = 6: must be even and at most 4"),
         ([1, 2], "model = [1, 2]: a model spec is a mapping of fields"),
@@ -680,6 +690,27 @@ def test_the_part_of_llama_4_that_reads_text(tmp_path: Path) -> None:
     assert "moe_layers = 7: must be a list of layers" in refusal({**text, "moe_layers": 7}, tmp_path)
 
 
+def test_a_text_part_says_what_else_the_model_reads(tmp_path: Path) -> None:
+    """Of Voxtral it is sound; an encoder beside an image's, as in Grounding DINO, writes nothing: it is no model."""
+    for tower, reads in (("vision_config", "images"), ("audio_config", "sound")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "both", tower: {}, "text_config": LLAMA}))
+        (note,) = read_spec(tmp_path).notes
+        assert f"reads {reads}, too: its text part alone is planned" in note.message
+    encoder = {"model_type": "grounding-dino", "text_config": {**LLAMA, "model_type": "bert"}}
+    assert "model_type = grounding-dino: is not an architecture that is modelled" in refusal(encoder, tmp_path)
+
+
+MIXTURES = {name: read for name, read in FAMILIES.items() if "experts" in read.keys and name not in UNKNOWN}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_loss_of_routers_is_refused_where_a_class_has_it(kind: str) -> None:
+    """``load_balancing_loss_func``; other classes hand out routers' logits, if at all, and leave the loss as it is."""
+    kind, read = kind.removesuffix("_text"), MIXTURES[kind]
+    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    assert hasattr(module, "load_balancing_loss_func") is ("output_router_logits" in read.refused)
+
+
 def test_weights_that_are_published_in_a_low_precision(tmp_path: Path) -> None:
     published = {**EXPERTS, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     assert spec_of(published, tmp_path).attention_sinks
@@ -687,6 +718,16 @@ def test_weights_that_are_published_in_a_low_precision(tmp_path: Path) -> None:
     assert "published in mxfp4: training in 16 bits casts them back" in note.message
     other = {**published, "quantization_config": {"quant_method": "gptq"}}
     assert "training on a quantised checkpoint is not modelled" in refusal(other, tmp_path)
+
+
+def test_weights_of_a_model_of_images_that_are_quantised(tmp_path: Path) -> None:
+    """What its makers packed stands beside ``text_config``, and is of both parts: Ministral 3's in fp8, which training
+    casts back, and an AWQ of LLaVA's."""
+    whole = {"model_type": "mistral3", "text_config": {**LLAMA, "model_type": "ministral3"}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "quantization_config": {"quant_method": "fp8"}}))
+    assert [note.code for note in read_spec(tmp_path).notes] == ["text-part", "published-quantised"]
+    awq = {**whole, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    assert "quantization_config: is set: training on a quantised checkpoint" in refusal(awq, tmp_path)
 
 
 @given(st.dictionaries(st.sampled_from([*GPT2, *LLAMA]), st.none() | st.integers() | st.text() | st.booleans()))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..base import Adaptable
 
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
-from .memory_rules import CHAIN, COMPARED
+from .memory_rules import CHAIN, COMPARED, DISTRIBUTED
 from .rules import RULES
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -94,6 +94,10 @@ class Megatron(Framework):
             "gdn_norm_out",
         ),
     )
+
+    def zero_where_chosen(self, optimizer: str) -> int:
+        """The distributed optimizer, where it has this one."""
+        return int(optimizer in DISTRIBUTED)
 
     def default_layout(self, plan: Plan) -> Layout:
         """``pipeline.layout`` says how many chunks a stage has; layers that run with tensor parallelism only where the
