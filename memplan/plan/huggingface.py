@@ -107,6 +107,7 @@ def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     name, part, family = _read_as(config)
     if part is not config:
         notes.append(text_part(str(path), "sound" if _SOUND in config.mapping else "images"))
+        notes += _tied_otherwise(config, part, family, path)
     notes += _further(part, family, path)
     if (method := _quantised(config) or _quantised(part)) is not None and method in family.published_in:
         message = f"{path} names weights that are published in {method}: training in 16 bits casts them back"
@@ -119,6 +120,18 @@ def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     if other and _labels(config, name) is None:
         notes.append(head_assumed(str(path), other[0]))
     return tuple(notes)
+
+
+def _tied_otherwise(config: Node, part: Node, family: Config, path: Path) -> list[Note]:
+    """What is told where the whole model ties its head, or does not, and the class of the text part alone would not, or
+    would: each looks at its own configuration (``PreTrainedModel.get_expanded_tied_weights_keys``)."""
+    whole, key = config.mapping.get("tie_word_embeddings"), family.keys["tied_embeddings"]
+    alone = _value(part, "tied_embeddings", key)
+    if whole is None or not isinstance(whole.value, bool) or whole.value is alone.value:
+        return []
+    said, own = (f"{key.names[0]} = {str(value).lower()}" for value in (whole.value, alone.value))
+    message = f"{path} says {said} of the whole model, and its text part alone has {own}: --tied-embeddings decides"
+    return [Note("text-part-tied", one_line(message))]
 
 
 def _further(config: Node, family: Config, path: Path) -> list[Note]:

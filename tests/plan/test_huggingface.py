@@ -266,6 +266,19 @@ def test_minimax_says_what_turns_as_a_part_or_as_features(tmp_path: Path) -> Non
         spec_of(config | {"rotary_dim": 130}, tmp_path)
 
 
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_phi_4_mini_is_read_from_its_configuration(where: str, tmp_path: Path) -> None:
+    """It stretches its positions (LongRoPE), which takes no more memory; by its name it is the same model."""
+    built_in = load_spec("phi-4-mini")
+    rope = {"rope_type": "longrope", "type": "longrope", "partial_rotary_factor": 0.75, "rope_theta": 1e4}
+    rope |= {"short_factor": [1.0] * 48, "long_factor": [1.0] * 48}
+    config = config_of_spec(built_in) | {"model_type": "phi3", "original_max_position_embeddings": 4096}
+    config.pop("rope_parameters", None)
+    found = spec_of({**config, where: rope, "partial_rotary_factor": 0.75}, tmp_path)
+    same = {name: getattr(built_in, name) for name in ("name", "source", "published_parameters")}
+    assert found.model_copy(update=same) == built_in
+
+
 def test_glm_4_7_flash_names_its_layers_with_experts(tmp_path: Path) -> None:
     """``Glm4MoeLiteConfig``: the first is dense unless ``mlp_layer_types`` says; no ``first_k_dense_replace`` does."""
     config = config_of_spec(load_spec("glm-4.7-flash")) | {"model_type": "glm4_moe_lite", "num_hidden_layers": 3}
@@ -583,11 +596,11 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
         ({**OPT, "do_layer_norm_before": False}, "do_layer_norm_before = false: is not modelled; only true is"),
         ({**OPT, "layerdrop": 0.1}, "layerdrop = 0.1: is not modelled; only 0 is"),
         (
-            {**LLAMA, "model_type": "phi3", "rope_scaling": {"type": "longrope"}},
+            {**LLAMA, "model_type": "gemma2", "rope_scaling": {"type": "longrope"}},
             "rope_scaling: is not modelled; only null",
         ),
         (
-            {**LLAMA, "model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}},
+            {**LLAMA, "model_type": "gemma2", "rope_parameters": {"rope_type": "longrope"}},
             "rope_parameters.rope_type = longrope: is not modelled; only default is",
         ),
         ({**LLAMA, "model_type": "phi3", "partial_rotary_factor": 2}, "= 2: must be a number above 0 and up to 1"),
@@ -688,6 +701,19 @@ def test_the_part_of_llama_4_that_reads_text(tmp_path: Path) -> None:
     wrong = {**text, "no_rope_layers": [0, 1]}
     assert "only every 4th layer without positions" in refusal({**whole, "text_config": wrong}, tmp_path)
     assert "moe_layers = 7: must be a list of layers" in refusal({**text, "moe_layers": 7}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("whole", "alone", "told"), [(True, None, 1), (True, True, 0), (False, True, 1), (None, True, 0)]
+)
+def test_a_head_that_the_whole_model_ties_and_its_text_part_does_not(
+    whole: bool | None, alone: bool | None, told: int, tmp_path: Path
+) -> None:
+    """``LlavaForConditionalGeneration`` looks at its own configuration, ``LlamaForCausalLM`` at the part's."""
+    text = LLAMA if alone is None else {**LLAMA, "tie_word_embeddings": alone}
+    both = {"model_type": "llava", "text_config": text} | ({} if whole is None else {"tie_word_embeddings": whole})
+    assert spec_of(both, tmp_path).tied_embeddings is bool(alone)
+    assert [note.code for note in read_spec(tmp_path).notes].count("text-part-tied") == told
 
 
 def test_a_text_part_says_what_else_the_model_reads(tmp_path: Path) -> None:
