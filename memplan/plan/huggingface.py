@@ -22,7 +22,7 @@ from .spec import MOST_LAYERS, block_of
 LARGEST = 2**31
 """Elements in one dimension."""
 
-_HEADS_ASSUMED = pattern(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
+_HEADS_ASSUMED = pattern(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)(?<!Reward)Model)$")
 """Classes with the head that is estimated, or with none."""
 _CLASSIFIER = pattern(r"ForSequenceClassification$")
 ROTARY_FEATURES = "rotary_dim"

@@ -641,6 +641,7 @@ def test_a_wrong_value_is_named(config: object, line: str, tmp_path: Path) -> No
         ({**LLAMA, "architectures": [7]}, False),
         ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, False),
         ({**LLAMA, "architectures": ["LlamaForTokenClassification"]}, True),
+        ({**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]}, True),
         ({**GPT2, "architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, False),
         ({**GPT2, "architectures": ["GPT2DoubleHeadsModel"]}, True),
         ({**LLAMA, "model_type": "bert", "architectures": ["BertForMaskedLM"]}, False),
