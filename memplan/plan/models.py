@@ -166,7 +166,8 @@ def _base(base: Node, folder: Path) -> Found:
     if 0 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
         problem = f"is no built-in model; of that size {'are' if alike[1:] else 'is'} {', '.join(alike)}"
         raise PlanError("model", name, problem, origin=base.origin)
-    if not any(one.startswith(f"{name.lower()}-") for one in hub_ids()) and (why := why_not(name)):
+    begun = tuple(one for one in hub_ids() if one.startswith(name.lower()))
+    if not begun and (why := why_not(name)):
         raise PlanError("model", name, why, origin=base.origin)
     if (same := _of_unsaid_size(name, base)) is not None:
         raise PlanError(
@@ -176,7 +177,7 @@ def _base(base: Node, folder: Path) -> Found:
         f"is neither a built-in model (`memplan models` lists them{like}) nor a path; for another model give its "
         "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
     )
-    raise PlanError("model", name, problem, origin=base.origin, known=alike or guesses(name))
+    raise PlanError("model", name, problem, origin=base.origin, known=alike or begun or guesses(name))
 
 
 def _of_unsaid_size(name: str, base: Node) -> str | None:

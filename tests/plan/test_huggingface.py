@@ -611,6 +611,7 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
         ),
         ({**LLAMA, "model_type": "gemma2", "attn_logit_softcapping": 0}, "= 0: must be a number above 0"),
         ({**LLAMA, "model_type": "falcon", "alibi": True}, "alibi = true: is not modelled; only false is"),
+        ({**LLAMA, "model_type": "falcon", "attention_dropout": 0.1}, "= 0.1: is not modelled; only 0.0 is"),
         ({**LLAMA, "model_type": "falcon", "num_ln_in_parallel_attn": 2}, "= 2: is not modelled; only null is"),
         ({**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 0}, "= 0: must be a whole number from 1 to"),
         (

@@ -361,6 +361,7 @@ def test_four_bits_are_nf4(written: str) -> None:
         ("Qwen/Qwen3.5-27B-FP8", "in 16 bits it is qwen3.5-27b: --model qwen3.5-27b"),
         ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "in 16 bits it is llama-3.1-8b: --model llama-3.1-8b"),
         ("Qwen/Qwen3-VL-4B-Thinking", "its text part has the sizes of qwen3-4b: --model qwen3-4b"),
+        ("granite-4", "did you mean granite-4.0-1b or granite-4.0-350m?"),
         ("whisper-large", "did you mean whisper-large-v2 or whisper-large-v3?"),
     ],
 )
