@@ -196,7 +196,7 @@ def _text_part(config: Node, family: Config) -> tuple[Node, Config]:
     return part, read
 
 
-QUANTISED = "is set: training on a quantised checkpoint is not modelled; remove it to plan the model itself"
+QUANTISED = "is set: training on a quantised checkpoint is not modelled; remove it (adapters on it: --quantisation)"
 
 
 def _quantised(config: Node) -> str | None:
