@@ -136,6 +136,8 @@ FALCON = Family(
             **PLAIN_ROTARY,
             "alibi": False,
             "new_decoder_architecture": False,
+            "num_ln_in_parallel_attn": None,
+            "attention_dropout": 0.0,
             "multi_query": True,
             "parallel_attn": True,
             "bias": False,

@@ -11,7 +11,7 @@ from ..layers.huggingface import LayerShape, Shared, eager_rms_norm, rotary_of_h
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from ..values import replace
-from .base import Config, key
+from .base import NO_ROUTER_LOSS, Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, feed_forward, llama_attention
 from .mixtral import MIXTRAL, NO_LEAF
 
@@ -107,7 +107,7 @@ GPT_OSS = replace(
             "alternating_windows": True,
             "attention_sinks": True,
         },
-        refused={"hidden_act": "silu"},
+        refused={**NO_ROUTER_LOSS, "hidden_act": "silu"},
         published_in=("mxfp4",),
     ),
     covers={

@@ -10,7 +10,7 @@ from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from ..values import replace
-from .base import Config, key
+from .base import NO_ROUTER_LOSS, Config, key
 from .granite import NO_MEGATRON_CORE, SCALES
 from .llama import CONSTANTS, KEYS, SILU
 from .mixtral import MIXTRAL, NO_LEAF
@@ -45,6 +45,7 @@ GRANITE_MOE = replace(
         constants={**CONSTANTS, "mlp_bias": False, **SCALES},
         activation=SILU,
         activations=("silu", "swish"),
+        refused=NO_ROUTER_LOSS,
     ),
     covers={
         **reads(MIXTURE, *SCALES),

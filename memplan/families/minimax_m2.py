@@ -10,7 +10,7 @@ from ..layers.coverage import MIXTURE, reads
 from ..layers.huggingface import LayerShape
 from ..plan.spec import ModelSpec
 from ..values import replace
-from .base import NO_BIASES, Config, key
+from .base import NO_BIASES, NO_ROUTER_LOSS, Config, key
 from .glm4_moe import rotary
 from .llama import CONSTANTS, KEYS_BUT_BIASES, SILU
 from .olmoe import OLMOE
@@ -60,7 +60,7 @@ MINIMAX_M2 = replace(
         },
         activation=SILU,
         activations=("silu", "swish"),
-        refused={"router_jitter_noise": 0.0},
+        refused={**NO_ROUTER_LOSS, "router_jitter_noise": 0.0},
         published_in=("fp8",),
     ),
     covers={

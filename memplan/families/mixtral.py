@@ -8,7 +8,7 @@ from ..layers.coverage import MIXTURE
 from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE, STACKED_EXPERTS
 from ..values import replace
-from .base import NO_BIASES, Config, key
+from .base import NO_BIASES, NO_ROUTER_LOSS, Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU, SUBMODULES
 
 MIXTURE_SUBMODULES = {
@@ -76,6 +76,7 @@ MIXTRAL = replace(
         constants={**CONSTANTS, **NO_BIASES},
         activation=SILU,
         activations=("silu", "swish"),
+        refused={**NO_ROUTER_LOSS, "router_jitter_noise": 0.0},
     ),
     covers=MIXTURE,
     mixture=mixture,

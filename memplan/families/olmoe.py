@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..layers.coverage import MIXTURE, reads
 from ..plan.releases import SORTED_ONCE
 from ..values import replace
-from .base import Config, key
+from .base import NO_ROUTER_LOSS, Config, key
 from .llama import CONSTANTS, KEYS, NORMED_FIRST, SILU
 from .mixtral import MIXTRAL, NO_LEAF
 from .qwen3_moe import QWEN3_MOE
@@ -29,7 +29,7 @@ OLMOE = replace(
         constants={**CONSTANTS, "mlp_bias": False, "qk_norm": True, "qk_norm_over": "heads"},
         activation=SILU,
         activations=("silu", "swish"),
-        refused={"clip_qkv": None},
+        refused={**NO_ROUTER_LOSS, "clip_qkv": None},
     ),
     covers={**reads(MIXTURE, "qk_norm_over"), "qk_norm": (True,), "qk_norm_over": ("heads",), "dense_layers": ((),)},
     projecting=NORMED_FIRST,

@@ -1,4 +1,8 @@
-"""Phi 3 (``models/phi3/modeling_phi3.py``): Llama's layer with fused projections and partial rotary positions."""
+"""Phi 3 (``models/phi3/modeling_phi3.py``): Llama's layer with fused projections and partial rotary positions.
+
+Tables of stretched positions are as large; LongRoPE makes its second set of frequencies, half a head of fp32 numbers,
+while nothing else is there (``modeling_rope_utils.py``, ``longrope_frequency_update``): it is left out.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from ..layers.huggingface import (
     rotary_one,
 )
 from ..plan.spec import ModelSpec
-from .base import NO_BIASES, PLAIN_ROTARY, Config, Family, Submodules, key
+from .base import NO_BIASES, Config, Family, Submodules, key
 from .llama import CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU, SUBMODULES, head_by_head, llama_embedding
 
 
@@ -92,7 +96,6 @@ PHI3 = Family(
         constants={**CONSTANTS, **NO_BIASES},
         activation=SILU,
         activations=("silu", "swish"),
-        refused=PLAIN_ROTARY,
     ),
     covers={**reads(LLAMA, "rotary_fraction", "hidden_dropout"), "qk_norm": (False,)},
     layer=phi3_layer,

@@ -13,7 +13,7 @@ from ..layers.delta_net import each_projected
 from ..layers.ends import Embedded, causal_mask, positions, word_embeddings
 from ..layers.huggingface import LayerShape, Shared
 from ..values import replace
-from .base import Config, key
+from .base import NO_ROUTER_LOSS, Config, key
 from .llama import LLAMA_FAMILY, SILU
 from .qwen3_next import (
     COVERED_MIXTURE,
@@ -116,7 +116,7 @@ QWEN3_5_MOE = replace(
         constants={**GATED, "shared_expert_gate": True},
         activation=SILU,
         activations=("silu", "swish"),
-        refused=SAID | {"norm_topk_prob": True},
+        refused={**SAID, **NO_ROUTER_LOSS, "norm_topk_prob": True},
         model_type="qwen3_5_moe_text",
     ),
 )

@@ -8,7 +8,7 @@ from ..layers.coverage import MIXTURE
 from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE, STACKED_EXPERTS
 from ..values import replace
-from .base import Config, key
+from .base import NO_ROUTER_LOSS, Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU
 from .mixtral import MIXTURE_SUBMODULES
 
@@ -38,7 +38,7 @@ QWEN3_MOE = replace(
         constants={**CONSTANTS, "mlp_bias": False, "qk_norm": True},
         activation=SILU,
         activations=("silu", "swish"),
-        refused={"use_sliding_window": False},
+        refused={**NO_ROUTER_LOSS, "use_sliding_window": False},
     ),
     covers=MIXTURE,
     mixture=mixture,

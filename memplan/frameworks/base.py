@@ -223,6 +223,10 @@ class Framework:
         """Number of GPUs, where that is not the product of the layout's sizes."""
         return None
 
+    def zero_where_chosen(self, optimizer: str) -> int:
+        """The stage of ZeRO of a plan that names no framework, where this is the one that trains its model."""
+        return 0
+
     def default_layout(self, plan: Plan) -> Layout:
         """The layout, with sizes that other fields of the plan decide."""
         return plan.layout

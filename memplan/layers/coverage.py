@@ -238,8 +238,16 @@ RUN_BY: tuple[tuple[Recipes, str], ...] = (
 
 def elsewhere(known: Family) -> str:
     """What has a recipe of the family, for people; empty where nothing has."""
-    others = ", ".join(names for recipes, names in RUN_BY if recipes(known) is not None)
-    return f"it has one in {others} (--framework)" if others else ""
+    return f"it has one in {others} (--framework)" if (others := run_by(known)) else ""
+
+
+def run_by(known: Family, **fields: object) -> str:
+    """Frameworks that have a recipe of the family, of models with ``fields``, for people."""
+
+    def covers(allowed: Allowed | None) -> bool:
+        return allowed is not None and all(value in allowed.get(name, (value,)) for name, value in fields.items())
+
+    return ", ".join(names for recipes, names in RUN_BY if covers(recipes(known)))
 
 
 def covered(recipes: Recipes) -> tuple[str, ...]:
@@ -251,11 +259,13 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
     """``PlanError`` that names the first field which no recipe of ``framework`` covers."""
     known = family(spec.family)
     allowed = recipes(known)
+    others = run_by(known)
     spec.refuse(
         (
             "family",
             allowed is None and recipes is MEGATRON_CORE and known.no_megatron_core,
-            f"cannot be trained in {framework}: {known.no_megatron_core}",
+            f"cannot be trained in {framework}: {known.no_megatron_core}"
+            + (others and f"; it has a recipe in {others} (--framework)"),
         ),
         (
             "family",
@@ -271,7 +281,9 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
         value = getattr(spec, field)
         if value not in values:
             shown = " or ".join(_shown(known) for known in values)
-            raise spec.wrong(field, f"must be {shown} for family {spec.family} in framework {framework}")
+            problem = f"must be {shown} for family {spec.family} in framework {framework}"
+            others = run_by(known, **{field: value})
+            raise spec.wrong(field, f"{problem}; {_shown(value)} is in {others} (--framework)" if others else problem)
     for field in known.needs if recipes is TRANSFORMERS else ():
         if not getattr(spec, field):
             raise spec.wrong(field, f"must be set for family {spec.family}")

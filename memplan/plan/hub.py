@@ -14,10 +14,12 @@ from .spellings import meant
 from .text import is_folder, is_there, path_of, read_text
 
 _REPOSITORY = pattern(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
-_ENDING = pattern(r"(?i)[-_](?:hf|instruct|chat|it|base)$")
+_ENDING = pattern(r"(?i)[-_](?:hf|instruct|chat|it|base|thinking)$")
 """What tells models of the same shape apart."""
 _PACKED = pattern(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int([48]))?$")
 """And what tells a checkpoint of quantised weights."""
+_FP8 = pattern(r"(?i)[-_]fp8(?:[-_](?:dynamic|block))?$")
+"""And of weights in 8 bits, which inference takes."""
 _IMAGES = pattern(r"(?i)-(?:VL|Omni)(?=-)")
 """And what tells a model that reads images beside the one of text that it grew from (Qwen's)."""
 _GGUF = pattern(r"(?i)(?:[-_.](?:ud-)?(?:i?q[0-9]\w*|b?f16|f32|fp16))?[-_.]gguf$")
@@ -46,15 +48,18 @@ def twin(name: str, node: Node) -> str | None:
     found = (
         [model for model, names in called.items() if name.lower() in map(str.lower, names)]
         or meant(name, called.items())
-        or meant(
-            _ENDING.sub("", name), ((model, {_ENDING.sub("", one) for one in names}) for model, names in called.items())
-        )
+        or meant(without_ending(name), ((model, set(map(without_ending, names))) for model, names in called.items()))
         or meant(name, ((model, {_SIZE.sub("", model)}) for model in called if _SIZE.search(model)))
         or meant(name, ((model, {_ACTIVE.sub("", model)}) for model in called if _ACTIVE.search(model)))
     )
     if len(found) > 1:
         raise PlanError("model", name, f"could be {' or '.join(found)}; name one", origin=node.origin)
     return found[0] if found else None
+
+
+def without_ending(name: str) -> str:
+    """``name`` without what tells it apart from a model of the same shape: ``-base``, ``-instruct``."""
+    return _ENDING.sub("", name)
 
 
 def in_four_bits(name: str, node: Node) -> str | None:
@@ -183,11 +188,14 @@ def cache_folder() -> Path:
 def refused(name: str, node: Node) -> PlanError:
     """Why the repository ``name`` is no model here, and how to have it."""
     tail = name.rpartition("/")[2]
-    similar = twin(_PACKED.sub("", _IMAGES.sub("", tail)), node)
+    similar = twin(_PACKED.sub("", _FP8.sub("", _IMAGES.sub("", tail))), node)
     problem = f"is no file, no built-in model, and not in the local Hugging Face cache ({cache_folder()})"
     if similar and _IMAGES.search(tail):
         images = f"reads images, which is not modelled; its text part has the sizes of {similar}: --model {similar}"
         return PlanError("model", name, images, origin=node.origin)
+    if similar and _FP8.search(tail):
+        bits = f"holds weights in fp8, on which training is not modelled; in 16 bits it is {similar}: --model {similar}"
+        return PlanError("model", name, bits, origin=node.origin)
     if not similar and (why := why_not(name)):
         return PlanError("model", name, why, origin=node.origin)
     wanted = f"fetch its configuration with: hf download {name} config.json"

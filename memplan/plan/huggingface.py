@@ -22,11 +22,13 @@ from .spec import MOST_LAYERS, block_of
 LARGEST = 2**31
 """Elements in one dimension."""
 
-_HEADS_ASSUMED = pattern(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)Model)$")
+_HEADS_ASSUMED = pattern(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)(?<!Reward)Model)$")
 """Classes with the head that is estimated, or with none."""
 _CLASSIFIER = pattern(r"ForSequenceClassification$")
 ROTARY_FEATURES = "rotary_dim"
 """It names the features that rotary positions turn, not their part of a head."""
+_SOUND = "audio_config"
+"""What reads sound beside a part that reads text."""
 MIXED = "sparse"
 """A layer with experts (``mlp_layer_types``)."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -44,9 +46,8 @@ ACTIVATIONS = {
 
 def spec_of_config(config: Node, path: Path) -> Node:
     """The mapping of spec fields that the configuration in ``path`` describes."""
-    family_name, family = _family(config)
-    if family.text_part:
-        family_name, (config, family) = family.text_part, _text_part(config, family)
+    whole, (family_name, config, family) = config, _read_as(config)
+    _refuse_quantised(whole, family)
     _refuse_what_is_not_modelled(config, family)
     origin = config.origin
     items = {name: Node(value, origin) for name, value in family.constants.items()}
@@ -78,6 +79,7 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["labels"] = labels
     if (rotary := family.keys.get("rotary_fraction")) is not None and _found(config, rotary) == ROTARY_FEATURES:
         items = _with_rotary_fraction(items)
+    _refuse_another_number_of_layers(config, items["layers"])
     return Node(items, origin)
 
 
@@ -102,21 +104,34 @@ def _labels(config: Node, family: str) -> Node | None:
 def warnings_of_config(config: Node, path: Path) -> tuple[Note, ...]:
     """What to tell about a configuration that was read but is more than its ``model_type``."""
     notes = []
-    name, family = _family(config)
-    if family.text_part:
-        notes.append(text_part(str(path)))
-    notes += _further(*(_text_part(config, family) if family.text_part else (config, family)), path)
-    if (method := _quantised(config)) is not None and method in family.published_in:
+    name, part, family = _read_as(config)
+    if part is not config:
+        notes.append(text_part(str(path), "sound" if _SOUND in config.mapping else "images"))
+        notes += _tied_otherwise(config, part, family, path)
+    notes += _further(part, family, path)
+    if (method := _quantised(config) or _quantised(part)) is not None and method in family.published_in:
         message = f"{path} names weights that are published in {method}: training in 16 bits casts them back"
         notes.append(Note("published-quantised", one_line(message)))
     if "auto_map" in config.mapping:
         read = f"read as a plain {config.mapping['model_type'].plain()}"
         message = f"{path} names code of its own (auto_map), which was not run: it is {read}"
         notes.append(Note("custom-code", message))
-    other = [name for name in _architectures(config) if not (family.text_part or _HEADS_ASSUMED.search(name))]
+    other = [name for name in _architectures(config) if part is config and not _HEADS_ASSUMED.search(name)]
     if other and _labels(config, name) is None:
         notes.append(head_assumed(str(path), other[0]))
     return tuple(notes)
+
+
+def _tied_otherwise(config: Node, part: Node, family: Config, path: Path) -> list[Note]:
+    """What is told where the whole model ties its head, or does not, and the class of the text part alone would not, or
+    would: each looks at its own configuration (``PreTrainedModel.get_expanded_tied_weights_keys``)."""
+    whole, key = config.mapping.get("tie_word_embeddings"), family.keys["tied_embeddings"]
+    alone = _value(part, "tied_embeddings", key)
+    if whole is None or not isinstance(whole.value, bool) or whole.value is alone.value:
+        return []
+    said, own = (f"{key.names[0]} = {str(value).lower()}" for value in (whole.value, alone.value))
+    message = f"{path} says {said} of the whole model, and its text part alone has {own}: --tied-embeddings decides"
+    return [Note("text-part-tied", one_line(message))]
 
 
 def _further(config: Node, family: Config, path: Path) -> list[Note]:
@@ -155,13 +170,21 @@ def _family(config: Node) -> tuple[str, Config]:
     if node is not None and (name := types.get(str(node.value))) is not None and (read := family_of(name).config):
         return name, read
     part = config.at("text_config.model_type")
-    if node is not None and part is not None and str(part.value) in types:
-        return str(node.value), Config(keys={}, constants={}, text_part=types[str(part.value)])
+    inner = types.get(str(part.value), "") if part is not None else ""
+    its = family_of(inner).config
+    if node is not None and its is not None and not its.constants.get("mlm_head"):  # which reads what others write
+        return str(node.value), Config(keys={}, constants={}, text_part=inner)
     known = f"known are {', '.join(types)}"
     if node is None:
         raise config.lacks("model_type", f"is missing; {known}")
     code = " (code named in auto_map is never run)" if "auto_map" in config.mapping else ""
     raise node.wrong("model_type", f"is not an architecture that is modelled{code}; {known}")
+
+
+def _read_as(config: Node) -> tuple[str, Node, Config]:
+    """The family of what is planned, its configuration, which may be a part of ``config``, and how that is read."""
+    name, family = _family(config)
+    return (family.text_part, *_text_part(config, family)) if family.text_part else (name, config, family)
 
 
 def _text_part(config: Node, family: Config) -> tuple[Node, Config]:
@@ -173,7 +196,7 @@ def _text_part(config: Node, family: Config) -> tuple[Node, Config]:
     return part, read
 
 
-QUANTISED = "is set: training on a quantised checkpoint is not modelled; remove it to plan the model itself"
+QUANTISED = "is set: training on a quantised checkpoint is not modelled; remove it (adapters on it: --quantisation)"
 
 
 def _quantised(config: Node) -> str | None:
@@ -199,10 +222,15 @@ def _refuse_what_is_not_modelled(config: Node, family: Config) -> None:
         _refuse_next_sentences(config)
     if "experts" not in family.keys:
         _refuse_experts(config)
+    _refuse_quantised(config, family)
+    _refuse_other_layer_types(config, family)
+
+
+def _refuse_quantised(config: Node, family: Config) -> None:
+    """What stands beside the part that reads text holds for the whole model."""
     quantised = config.mapping.get("quantization_config")
     if quantised is not None and quantised.value is not None and _quantised(config) not in family.published_in:
         raise quantised.lacks("quantization_config", QUANTISED)
-    _refuse_other_layer_types(config, family)
 
 
 def _refuse_other_than_wanted(config: Node, family: Config) -> None:
@@ -238,6 +266,13 @@ def _refuse_other_layer_types(config: Node, family: Config) -> None:
         raise layer_types.lacks(
             "layer_types", f"mixes {', '.join(sorted(set(types)))}; only models whose layers are all alike are modelled"
         )
+
+
+def _refuse_another_number_of_layers(config: Node, layers: Node) -> None:
+    """As transformers does (``PreTrainedConfig.validate_layer_type``)."""
+    kinds = config.mapping.get("layer_types")
+    if kinds is not None and isinstance(kinds.value, list) and len(kinds.value) != layers.value:
+        raise kinds.lacks("layer_types", f"must name all {layers.plain()} layers, not {len(kinds.value)}")
 
 
 _INTERVALS = {"linear_interval": "linear_attention", "full_interval": "sliding_attention"}
@@ -454,7 +489,7 @@ def _value(config: Node, spec_field: str, key: Key) -> Node:
         return node
     allowed, accepts = _RULES.get(name, _RULES.get(spec_field, _SIZE_RULE))
     if not accepts(node.value):
-        raise node.wrong(name, f"must be {allowed}")
+        raise node.wrong(name, f"must be {allowed}{', not text' if isinstance(node.value, str) else ''}")
     return node
 
 
@@ -514,7 +549,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     "mtp_layers": _whole(0, 16),
     "mtp_pattern": ("the kinds of these layers, in letters or as a list", _is_pattern),
-    **dict.fromkeys(("experts", "expert_ffn", "expert_top_k", "shared_expert_ffn"), _whole(0, LARGEST)),
+    **dict.fromkeys(("experts", "expert_ffn", "shared_expert_ffn"), _whole(0, LARGEST)),
     **dict.fromkeys(("attention_softcap", "logit_softcap", "activation_clamp", "yarn_factor"), _POSITIVE_RULE),
     **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),
     **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), _whole(0, LARGEST)),

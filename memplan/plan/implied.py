@@ -57,8 +57,20 @@ def with_framework(plan: Node) -> tuple[Node, tuple[Note, ...]]:
     if "framework" in plan.mapping:
         return plan, ()
     name, because, origin = _meant(plan)
+    if origin is IMPLIED and because and (stage := _stage(plan, name)):
+        plan = plan.put("layout.zero", Node(stage, IMPLIED))
+        because += f", with the {framework(name).zero_words(stage)} (--zero {stage})"
     note = Note(FRAMEWORK_CHOSEN, f"no framework was named: {name}, {because}")
     return plan.with_items({"framework": Node(name, origin)}), (note,) if because else ()
+
+
+def _stage(plan: Node, name: str) -> int:
+    """The stage of ZeRO of a plan that says none, where its model alone decides that it is the framework ``name``'s."""
+    if plan.at("layout.zero") is not None or not any(_said(plan, path) for path in OF_SIZE_ALONE):
+        return 0
+    optimizer = plan.at("optimizer.name")
+    default = sections()["optimizer"].model_fields["name"].default
+    return framework(name).zero_where_chosen(str(default if optimizer is None else optimizer.value))
 
 
 def _meant(plan: Node) -> tuple[str, str, Origin]:

@@ -19,6 +19,7 @@ from .hub import (
     refused,
     twin,
     without_address,
+    without_ending,
     without_size,
 )
 from .library import (
@@ -146,7 +147,7 @@ def _base(base: Node, folder: Path) -> Found:
     path = model_path(name, folder, base.origin)
     same = None if is_there(path) else twin(name, base)
     if same is not None:
-        told = (text_part(one_line(name)),) if name.lower() in text_parts() else ()
+        told = (text_part(one_line(name)),) if text_parts() & {name.lower(), without_ending(name.lower())} else ()
         found = _built_in(same)
         return Found(found.spec, (*found.notes, *told))
     if _looks_like_path(name) or is_there(path):
@@ -164,7 +165,8 @@ def _base(base: Node, folder: Path) -> Found:
     if 0 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
         problem = f"is no built-in model; of that size {'are' if alike[1:] else 'is'} {', '.join(alike)}"
         raise PlanError("model", name, problem, origin=base.origin)
-    if why := why_not(name):
+    begun = tuple(one for one in hub_ids() if one.startswith(name.lower()))
+    if not begun and (why := why_not(name)):
         raise PlanError("model", name, why, origin=base.origin)
     if (same := _of_unsaid_size(name, base)) is not None:
         raise PlanError(
@@ -174,7 +176,7 @@ def _base(base: Node, folder: Path) -> Found:
         f"is neither a built-in model (`memplan models` lists them{like}) nor a path; for another model give its "
         "config.json, or its id on the Hub once it is in the local cache: hf download OWNER/NAME config.json"
     )
-    raise PlanError("model", name, problem, origin=base.origin, known=alike or guesses(name))
+    raise PlanError("model", name, problem, origin=base.origin, known=alike or begun or guesses(name))
 
 
 def _of_unsaid_size(name: str, base: Node) -> str | None:

@@ -13,6 +13,7 @@ _OWN_CODE = "its layers, whose code came with its weights"
 
 _MODELS: tuple[tuple[str, str], ...] = (
     (r"llava|pixtral|smolvlm|idefics|internvl|paligemma|molmo|minicpm-?[ov]|llama-?3\.2-(11|90)b|-vision", _IMAGES),
+    (r"-vl(-|$)", _IMAGES),
     (r"glm-4\.[0-9]v|phi-4-multimodal|janus|ovis|kimi-vl|kimi-k2\.[5-9]|gemma-?4", _IMAGES),
     (r"mistral-large-?3|mistral-small-?4|mistral-medium|qwen3\.[5-9]", _IMAGES),
     (r"gemma-?3n", "its layers that share keys and values, each with an embedding; images and sound"),
@@ -28,11 +29,12 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"phi-?(3\.5|mini|tiny)-moe|dbrx|arctic|grok|qwen1\.5-moe|qwen2-57b|jetmoe|flex-?olmo|longcat|step-?3", _EXPERTS),
     (r"solar-open|exaone-?moe|k-exaone", _EXPERTS),
     (r"deepseek-v3\.2|deepseek-v4|glm-?5", _SPARSE),
-    (r"exaone-?(3|deep)|internlm|baichuan|chatglm|glm-?[23]-|^yi-vl|xverse|^qwen-(1_8|7|14|72)b", _OWN_CODE),
+    (r"exaone-?(3|deep)|internlm|baichuan|chatglm|glm-?[23]-|xverse|^qwen-(1_8|7|14|72)b", _OWN_CODE),
     (r"phi-3-small|orion", _OWN_CODE),
     (r"hunyuan", "its norms of queries and keys behind the rotary embedding"),
     (r"mimo", "its layers that predict further tokens"),
     (r"afm-4\.5b|arcee|nemotron-?4-(15|340)b|nemotron-mini", "its MLP of squared ReLU without a gate"),
+    (r"olmo-(1\.7-|7b-0[47]24)", "its queries, keys and values, which are clipped (clip_qkv)"),
     (r"bitnet|falcon-e|1\.58", "its weights of less than two bits"),
     (r"command-a|c4ai|aya|apertus-70b", "its layers"),
     (r"flan-t5|mt5|umt5|^ul2|t5gemma|t5-v1_1|long-?t5|pegasus|mbart|nllb|m2m", "its encoder and decoder"),
@@ -42,6 +44,11 @@ _MODELS: tuple[tuple[str, str], ...] = (
 """Regular expressions of the last part of a name, in lower case, and what of the model is not modelled; the first
 that is found counts."""
 
+
+_TRACE = (
+    " memplan trace, or memplan trace --learn, runs transformers' code of it on fake tensors (needs torch and "
+    "transformers)"
+)
 
 LONGEST = 96
 """Letters of a repository's name on the Hub, at most."""
@@ -58,9 +65,8 @@ def why_not(name: str) -> str:
     what = what_is_missing(name)
     if not what:
         return ""
-    fetch = name if "/" in name else "OWNER/NAME"
-    return (
-        f"is known, and not modelled: memplan has no recipe for {what}; with its configuration (hf download "
-        f"{fetch} config.json) memplan trace, or memplan trace --learn, runs transformers' code of it on "
-        "fake tensors (needs torch and transformers)"
-    )
+    fetch = f"hf download {name if '/' in name else 'OWNER/NAME'} config.json"
+    if what == _IMAGES:
+        text = f"with its configuration ({fetch}) its text part is planned, where memplan has a recipe of that"
+        return f"reads images, which is not modelled; {text}; if not,{_TRACE}"
+    return f"is known, and not modelled: memplan has no recipe for {what}; with its configuration ({fetch}){_TRACE}"

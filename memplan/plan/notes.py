@@ -15,8 +15,8 @@ MOST_OF_A_CODE = 50
 FRAMEWORK_CHOSEN = "framework-chosen"
 """Code of the note on a plan that names no framework."""
 SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED = "seq-default", "seq-beyond", "vocab-size-unused"
-RELEASES_PINNED, RELEASE_ASSUMED = "releases-pinned", "release-assumed"
-FIRST = (FRAMEWORK_CHOSEN, SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED, RELEASES_PINNED, RELEASE_ASSUMED)
+RELEASES_PINNED, RELEASE_ASSUMED, TEXT_PART = "releases-pinned", "release-assumed", "text-part"
+FIRST = (TEXT_PART, FRAMEWORK_CHOSEN, SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED, RELEASES_PINNED, RELEASE_ASSUMED)
 """Codes of notes that decide the answer and may surprise: reports begin with them."""
 
 
@@ -37,10 +37,11 @@ def notes_of(plan: Plan) -> tuple[Note, ...]:
     return limited([*_environment(plan), *_sequence(plan)])
 
 
-def text_part(name: str) -> Note:
-    """What is told of a model that reads images, too."""
-    message = f"{name} reads images, too: its text part alone is planned, without the vision tower and projector"
-    return Note("text-part", one_line(message))
+def text_part(name: str, reads: str = "images") -> Note:
+    """What is told of a model that ``reads`` more than text."""
+    tower = "vision tower" if reads == "images" else "tower"
+    message = f"{name} reads {reads}, too: its text part alone is planned, without the {tower} and projector"
+    return Note(TEXT_PART, one_line(message))
 
 
 def further_layers(path: str, key: str, count: int) -> Note:

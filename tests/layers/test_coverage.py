@@ -182,3 +182,13 @@ def test_a_refusal_names_the_field_and_what_is_allowed() -> None:
     refusal = folded("llama", "single", activation="gelu")
     assert isinstance(refusal, str)
     assert "model.activation = gelu: must be swiglu for family llama in framework single" in refusal
+
+
+def test_a_refusal_names_frameworks_that_have_the_model() -> None:
+    bert = str(folded("bert", "megatron", norm_place="post"))
+    assert bert.endswith(
+        "must be pre for family bert in framework megatron; post is in single, ddp, deepspeed, device-map (--framework)"
+    )
+    granite = str(folded("granite", "megatron"))
+    assert granite.endswith("; it has a recipe in single, ddp, fsdp, deepspeed, device-map (--framework)")
+    assert str(folded("llama", "single", activation="gelu")).endswith("; gelu is in megatron (--framework)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +264,19 @@ def test_minimax_says_what_turns_as_a_part_or_as_features(tmp_path: Path) -> Non
     assert spec_of(config | {"rotary_dim": 64, "rope_parameters": rope}, tmp_path).rotary_features == 32
     with pytest.raises(PlanError, match="rotary_dim = 130: must be even and at most 128"):
         spec_of(config | {"rotary_dim": 130}, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+def test_phi_4_mini_is_read_from_its_configuration(where: str, tmp_path: Path) -> None:
+    """It stretches its positions (LongRoPE), which takes no more memory; by its name it is the same model."""
+    built_in = load_spec("phi-4-mini")
+    rope = {"rope_type": "longrope", "type": "longrope", "partial_rotary_factor": 0.75, "rope_theta": 1e4}
+    rope |= {"short_factor": [1.0] * 48, "long_factor": [1.0] * 48}
+    config = config_of_spec(built_in) | {"model_type": "phi3", "original_max_position_embeddings": 4096}
+    config.pop("rope_parameters", None)
+    found = spec_of({**config, where: rope, "partial_rotary_factor": 0.75}, tmp_path)
+    same = {name: getattr(built_in, name) for name in ("name", "source", "published_parameters")}
+    assert found.model_copy(update=same) == built_in
 
 
 def test_glm_4_7_flash_names_its_layers_with_experts(tmp_path: Path) -> None:
@@ -582,11 +596,11 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
         ({**OPT, "do_layer_norm_before": False}, "do_layer_norm_before = false: is not modelled; only true is"),
         ({**OPT, "layerdrop": 0.1}, "layerdrop = 0.1: is not modelled; only 0 is"),
         (
-            {**LLAMA, "model_type": "phi3", "rope_scaling": {"type": "longrope"}},
+            {**LLAMA, "model_type": "gemma2", "rope_scaling": {"type": "longrope"}},
             "rope_scaling: is not modelled; only null",
         ),
         (
-            {**LLAMA, "model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}},
+            {**LLAMA, "model_type": "gemma2", "rope_parameters": {"rope_type": "longrope"}},
             "rope_parameters.rope_type = longrope: is not modelled; only default is",
         ),
         ({**LLAMA, "model_type": "phi3", "partial_rotary_factor": 2}, "= 2: must be a number above 0 and up to 1"),
@@ -597,6 +611,16 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
         ),
         ({**LLAMA, "model_type": "gemma2", "attn_logit_softcapping": 0}, "= 0: must be a number above 0"),
         ({**LLAMA, "model_type": "falcon", "alibi": True}, "alibi = true: is not modelled; only false is"),
+        ({**LLAMA, "model_type": "falcon", "attention_dropout": 0.1}, "= 0.1: is not modelled; only 0.0 is"),
+        ({**LLAMA, "model_type": "falcon", "num_ln_in_parallel_attn": 2}, "= 2: is not modelled; only null is"),
+        ({**LLAMA, "model_type": "mixtral", "num_experts_per_tok": 0}, "= 0: must be a whole number from 1 to"),
+        (
+            {**LLAMA, "model_type": "mixtral", "num_local_experts": "8"},
+            "a whole number from 0 to 2,147,483,648, not text",
+        ),
+        ({**LLAMA, "model_type": "mixtral", "router_jitter_noise": 0.1}, "= 0.1: is not modelled; only 0.0 is"),
+        ({**LLAMA, "model_type": "mixtral", "output_router_logits": True}, "= true: is not modelled; only false is"),
+        ({**LLAMA, "layer_types": ["full_attention"] * 3}, "layer_types: must name all 2 layers, not 3"),
         ({**LLAMA, "model_type": "falcon", "new_decoder_architecture": True}, "is not modelled; only false is"),
         ({**GPT2, "model_type": "gptj", "rotary_dim": 6}, "rotary_dim = 6: must be even and at most 4"),
         ([1, 2], "model = [1, 2]: a model spec is a mapping of fields"),
@@ -618,6 +642,7 @@ def test_a_wrong_value_is_named(config: object, line: str, tmp_path: Path) -> No
         ({**LLAMA, "architectures": [7]}, False),
         ({**LLAMA, "architectures": ["LlamaForSequenceClassification"]}, False),
         ({**LLAMA, "architectures": ["LlamaForTokenClassification"]}, True),
+        ({**LLAMA, "model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]}, True),
         ({**GPT2, "architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True}, False),
         ({**GPT2, "architectures": ["GPT2DoubleHeadsModel"]}, True),
         ({**LLAMA, "model_type": "bert", "architectures": ["BertForMaskedLM"]}, False),
@@ -680,6 +705,40 @@ def test_the_part_of_llama_4_that_reads_text(tmp_path: Path) -> None:
     assert "moe_layers = 7: must be a list of layers" in refusal({**text, "moe_layers": 7}, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("whole", "alone", "told"), [(True, None, 1), (True, True, 0), (False, True, 1), (None, True, 0)]
+)
+def test_a_head_that_the_whole_model_ties_and_its_text_part_does_not(
+    whole: bool | None, alone: bool | None, told: int, tmp_path: Path
+) -> None:
+    """``LlavaForConditionalGeneration`` looks at its own configuration, ``LlamaForCausalLM`` at the part's."""
+    text = LLAMA if alone is None else {**LLAMA, "tie_word_embeddings": alone}
+    both = {"model_type": "llava", "text_config": text} | ({} if whole is None else {"tie_word_embeddings": whole})
+    assert spec_of(both, tmp_path).tied_embeddings is bool(alone)
+    assert [note.code for note in read_spec(tmp_path).notes].count("text-part-tied") == told
+
+
+def test_a_text_part_says_what_else_the_model_reads(tmp_path: Path) -> None:
+    """Of Voxtral it is sound; an encoder beside an image's, as in Grounding DINO, writes nothing: it is no model."""
+    for tower, reads in (("vision_config", "images"), ("audio_config", "sound")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "both", tower: {}, "text_config": LLAMA}))
+        (note,) = read_spec(tmp_path).notes
+        assert f"reads {reads}, too: its text part alone is planned" in note.message
+    encoder = {"model_type": "grounding-dino", "text_config": {**LLAMA, "model_type": "bert"}}
+    assert "model_type = grounding-dino: is not an architecture that is modelled" in refusal(encoder, tmp_path)
+
+
+MIXTURES = {name: read for name, read in FAMILIES.items() if "experts" in read.keys and name not in UNKNOWN}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_the_loss_of_routers_is_refused_where_a_class_has_it(kind: str) -> None:
+    """``load_balancing_loss_func``; other classes hand out routers' logits, if at all, and leave the loss as it is."""
+    kind, read = kind.removesuffix("_text"), MIXTURES[kind]
+    module = import_module(f"transformers.models.{kind}.modeling_{kind}")
+    assert hasattr(module, "load_balancing_loss_func") is ("output_router_logits" in read.refused)
+
+
 def test_weights_that_are_published_in_a_low_precision(tmp_path: Path) -> None:
     published = {**EXPERTS, "model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
     assert spec_of(published, tmp_path).attention_sinks
@@ -687,6 +746,16 @@ def test_weights_that_are_published_in_a_low_precision(tmp_path: Path) -> None:
     assert "published in mxfp4: training in 16 bits casts them back" in note.message
     other = {**published, "quantization_config": {"quant_method": "gptq"}}
     assert "training on a quantised checkpoint is not modelled" in refusal(other, tmp_path)
+
+
+def test_weights_of_a_model_of_images_that_are_quantised(tmp_path: Path) -> None:
+    """What its makers packed stands beside ``text_config``, and is of both parts: Ministral 3's in fp8, which training
+    casts back, and an AWQ of LLaVA's."""
+    whole = {"model_type": "mistral3", "text_config": {**LLAMA, "model_type": "ministral3"}, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps({**whole, "quantization_config": {"quant_method": "fp8"}}))
+    assert [note.code for note in read_spec(tmp_path).notes] == ["text-part", "published-quantised"]
+    awq = {**whole, "quantization_config": {"quant_method": "awq", "bits": 4}}
+    assert "quantization_config: is set: training on a quantised checkpoint" in refusal(awq, tmp_path)
 
 
 @given(st.dictionaries(st.sampled_from([*GPT2, *LLAMA]), st.none() | st.integers() | st.text() | st.booleans()))

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from memplan.cli import main
+from memplan.plan.errors import PlanError
 from memplan.plan.library import learned_models
+from memplan.plan.read import read_plan
 from memplan.plan.traced_spec import CHANGES_NOTHING, built_in_like
 
 SMOLLM3: dict[str, Any] = {
@@ -79,3 +81,32 @@ def test_a_tower_without_a_text_part_is_refused(tmp_path: Path, capsys: pytest.C
     code, _, told = estimated(tmp_path / "vl", {**config, "max_position_embeddings": 128000}, capsys)
     assert (code, told.count("\n")) == (2, 1)
     assert "with vision_config, which is not modelled, and has no text_config to plan alone" in told
+
+
+def test_a_repository_whose_model_keeps_more_is_another_model() -> None:
+    """OLMo 7B of April and July 2024 clip queries, keys and values (``clip_qkv: 8.0`` in configs/official of
+    allenai/OLMo), of which autograd keeps a copy each: 3 b s h elements of every layer, 1.5 GiB of 2,048 tokens."""
+    import torch
+    from transformers import OlmoConfig, OlmoForCausalLM
+
+    tokens, hidden, layers = 8, 16, 2
+
+    def kept(clip: float | None) -> int:
+        sizes = {"vocab_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "eos_token_id": 1}
+        config = OlmoConfig(hidden_size=hidden, num_hidden_layers=layers, clip_qkv=clip, pad_token_id=0, **sizes)
+        model, found = OlmoForCausalLM(config), {}
+
+        def pack(one: torch.Tensor) -> torch.Tensor:
+            found[one.untyped_storage().data_ptr()] = one
+            return one
+
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+            held = model(input_ids=ids, labels=ids)  # noqa: F841 - its graph keeps what is counted
+        return sum(one.untyped_storage().nbytes() for one in found.values())
+
+    assert kept(8.0) - kept(None) == 3 * tokens * hidden * layers * 4
+    for name in ("allenai/OLMo-7B-0424-hf", "allenai/OLMo-7B-0724-hf"):
+        with pytest.raises(PlanError, match=r"its queries, keys and values, which are clipped \(clip_qkv\)"):
+            read_plan(None, {"model": name}, traced=True)
+    assert learned_models()["olmo-7b"].hub == ("allenai/OLMo-7B-hf",)

@@ -229,6 +229,18 @@ def test_a_framework_that_nobody_named(flags: dict[str, str], framework: str, be
     assert told == ([] if because is None else [f"no framework was named: {framework}, because of {because}"])
 
 
+def test_a_framework_that_is_the_only_one_shards_as_the_usual_one_does() -> None:
+    """Megatron-LM's distributed optimizer, unless one GPU, the optimizer or the plan says otherwise."""
+    found = read(model="mamba2-1.3b", gpus="8")
+    (told,) = [note.message for note in found.warnings if note.code == FRAMEWORK_CHOSEN]
+    assert told.endswith("which has a recipe of mamba2, with the distributed optimizer (--zero 1)")
+    whole: dict[str, str]
+    for whole in ({}, {"gpus": "8", "optimizer": "sgd"}, {"gpus": "8", "framework": "megatron"}):
+        assert read(model="mamba2-1.3b", **whole).plan.layout.zero == 0
+    assert found.plan.layout.zero == 1
+    assert implied.meant(found.plan) != "megatron", "--zero 1 alone is DeepSpeed's: ways out name the framework"
+
+
 @pytest.mark.parametrize("model", ["mamba2-1.3b", "kimi-k2"])
 def test_a_framework_that_has_the_recipe(model: str) -> None:
     """The only one."""
@@ -346,12 +358,34 @@ def test_four_bits_are_nf4(written: str) -> None:
         ("/data/nothing", "no such file"),
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4", "qwen2.5-7b is built in, in 4 bits with --quantisation gptq"),
         ("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int8", "qwen2.5-7b is built in"),
+        ("Qwen/Qwen3.5-27B-FP8", "in 16 bits it is qwen3.5-27b: --model qwen3.5-27b"),
+        ("RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic", "in 16 bits it is llama-3.1-8b: --model llama-3.1-8b"),
+        ("Qwen/Qwen3-VL-4B-Thinking", "its text part has the sizes of qwen3-4b: --model qwen3-4b"),
+        ("granite-4", "did you mean granite-4.0-1b or granite-4.0-350m?"),
+        ("whisper-large", "did you mean whisper-large-v2 or whisper-large-v3?"),
     ],
 )
 def test_a_name_of_nothing_here_says_what_is_built_in(name: str, ends: str) -> None:
     with pytest.raises(PlanError) as caught:
         read_plan(None, {"model": name})
     assert str(caught.value).endswith(ends)
+
+
+def test_a_model_of_images_says_that_its_text_part_is_planned_with_its_configuration() -> None:
+    with pytest.raises(
+        PlanError, match=r"\(hf download Qwen/Qwen3-VL-2B-Instruct config.json\) its text part is planned"
+    ):
+        read_plan(None, {"model": "Qwen/Qwen3-VL-2B-Instruct"})
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3.6-27B", "Qwen/Qwen3.5-27B", "google/gemma-3-27b-it"])
+def test_a_repository_of_images_and_text_is_planned_by_its_text(name: str) -> None:
+    """Qwen 3.6 says 64 layers of 5,120 by 17,408, 24 heads of 256 for 4 keys, 16 and 48 heads of gated delta nets and a
+    vocabulary of 248,320 in its ``config.json``, as Qwen 3.5 does."""
+    assert [note.message for note in read(model=name).warnings if note.code == "text-part"] == [
+        f"{name} reads images, too: its text part alone is planned, without the vision tower and projector"
+    ]
+    assert (read(model=name).plan.model.hidden == 5120) is name.startswith("Qwen")
 
 
 def test_a_recipe_that_is_none_says_how_recipes_are_called(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from ...plan.plan import AttentionImplementation, Hardware, Layout, LossKind, Pl
 from ...plan.section import Dtype
 from ..base import SHARDED, Adaptable, Framework, Parts, Supports
 from .kernel_rules import OF_LOW_ATTENTION, SELECTORS, keeps_scores
-from .memory_rules import CHAIN, COMPARED
+from .memory_rules import CHAIN, COMPARED, DISTRIBUTED
 from .rules import RULES
 
 DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
@@ -89,6 +89,10 @@ class Megatron(Framework):
             "gdn_norm_out",
         ),
     )
+
+    def zero_where_chosen(self, optimizer: str) -> int:
+        """The distributed optimizer, where it has this one."""
+        return int(optimizer in DISTRIBUTED)
 
     def default_layout(self, plan: Plan) -> Layout:
         """``pipeline.layout`` says how many chunks a stage has; layers that run with tensor parallelism only where the

@@ -84,6 +84,8 @@ def check_router(plan: ResolvedPlan) -> None:
     )
 
 
+DISTRIBUTED = ("adam", "adamw", "muon")
+"""Optimizers whose states Megatron-LM shards."""
 CHAIN = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
 """Environment variable without which Transformer Engine runs operations of a chain of experts one after the other
 (``pytorch/ops/fused/grouped_mlp.py``, ``is_supported``)."""
@@ -171,7 +173,7 @@ def check_optimizer(plan: ResolvedPlan) -> None:
         plan.refuse(
             (
                 "optimizer.name",
-                plan.layout.zero == 1 and optimizer.name != "muon",
+                plan.layout.zero == 1 and optimizer.name not in DISTRIBUTED,
                 "must be adam, adamw or muon with the distributed optimizer (zero: 1): it supports no other",
             ),
             (
