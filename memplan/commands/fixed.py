@@ -26,6 +26,7 @@ AXES = frozenset(
         "deepspeed.offload_param",
         "fsdp.offload",
         "fsdp.replicas",
+        "fsdp.reshard_after_forward",
         "megatron.cross_entropy_fusion",
         "megatron.attention_mask_in_dataloader",
     }

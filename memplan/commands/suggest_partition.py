@@ -200,10 +200,9 @@ def answered(
     offers: tuple[Offer, ...] = ()
     with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
         asked = _Asked(fixes, objective, top, known, report)
-        if read.chosen_framework is not None:
+        found = _found(read, asked, _sought(read, asked)) if read.chosen_framework is None else None
+        if found is None or (not found.best and _is_implied(read)):
             read, found, offers = _of_all(read, asked)
-        else:
-            found = _found(read, asked, _sought(read, asked))
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
     unsaid = {*kept_beside(flags, fixes), *(("framework",) if offers else ())}
@@ -237,10 +236,15 @@ def _with_own_gpus(read: ReadPlan) -> ReadPlan:
     """``read``, which says so where it is on one GPU because it says nothing else."""
     plan = read.plan
     named = plan.hardware.gpus is not None or plan.layout.model_fields_set or plan.device_map is not None
-    if named or (read.origins.get("framework") != IMPLIED and read.chosen_framework is None):
+    if named or not (_is_implied(read) or read.chosen_framework is not None):
         return read
     told = Note("one-gpu", "no number of GPUs was named: one is searched; --gpus 8 names another")
     return replace(read, warnings=(*read.warnings, told))
+
+
+def _is_implied(read: ReadPlan) -> bool:
+    """Whether nobody named the framework, and one process on one GPU is meant."""
+    return read.origins.get("framework") == IMPLIED and read.chosen_framework is None
 
 
 class _Asked(NamedTuple):

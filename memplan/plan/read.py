@@ -28,7 +28,7 @@ from .implied import has_recipe, nested, with_counted_gpus, with_implied, with_p
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model, saved_dtype
 from .normalise import field_value, normalised
-from .notes import Note, head_assumed, notes_of, says_choice, text_part
+from .notes import FRAMEWORK_CHOSEN, Note, head_assumed, notes_of, says_choice, text_part
 from .plan import Plan
 from .spellings import with_optimizer
 from .spoken import Spoken
@@ -186,7 +186,9 @@ class ReadPlan:
 
     def choosing(self, name: str, why: str) -> ReadPlan:
         """The plan with framework ``name``, which nobody named either, and ``why`` in place of the reason so far."""
-        notes = tuple(Note(note.code, why) if says_choice(note.code) else note for note in self.warnings)
+        said = Note(FRAMEWORK_CHOSEN, why)
+        notes = self.warnings if self.chosen_framework is not None else (said, *self.warnings)
+        notes = tuple(said if says_choice(note.code) else note for note in notes)
         return replace(self, plan=self.plan.model_copy(update={"framework": name}), warnings=notes)
 
     def located(self, error: PlanError) -> PlanError:

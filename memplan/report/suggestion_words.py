@@ -47,7 +47,7 @@ def gpus_words(plan: Plan) -> str:
 
 def _alone(suggestion: Suggestion) -> str:
     cut = suggestion.cut
-    return f"{len(cut)} devices" if _is_one_process(suggestion) and cut else "no parallelism"
+    return _plural(len(cut), "device") if _is_one_process(suggestion) and cut else "no parallelism"
 
 
 def _sizes(suggestion: Suggestion) -> tuple[str, ...]:

@@ -17,8 +17,10 @@ from ..plan.fields import plan_fields
 from ..plan.plan import Plan, ResolvedPlan
 from ..plan.sizes import default_reserve, headroom_bytes
 from ..result import Verdict
+from ..values import replace
 from .candidates import Clock
 from .changes import changes_of, measured, without_retries
+from .point import Extra, changed
 from .result import Found, Offer, Suggestion
 from .search import Report, Search, alike
 from .space import Space, filled, nearest_counts, space_of
@@ -60,7 +62,10 @@ class Sought:
     ) -> None:
         started = perf_counter()
         begin_search()
-        self.stated, self.base, self.fixed = base, _with_reserve(base), fixed
+        self.stated, self.fixed = base, fixed
+        reserved = _with_reserve(base)
+        self.keeps_free = "" if reserved is base else reserved.headroom
+        self.base = _without_extras(reserved, fixed)
         self.objective, self.top, self.report, self.known = objective, top, report, known
         self.resolved = resolved = filled(self.base)
         self.capacity, self.limit, self._beyond = _limits(resolved, known)
@@ -91,8 +96,8 @@ class Sought:
         closest = None if best else self._closest(search)
         front = _front(search, best) if best else []
         stated, limit, known = self.stated, self.limit, self.known
-        given, refused = _given(stated, known)
-        faster = self.base is not stated and best and given is not None and given.fits
+        given, refused = _given(stated, known, self._space)
+        faster = self.keeps_free and best and given is not None and given.fits
         stuck = closest if closest is not None else given if given is not None and not given.fits else None
         changes = changes_of(stuck, limit, self.fixed, search.report, known) if stuck is not None else ()
         retrying = min(
@@ -111,11 +116,11 @@ class Sought:
             changes=tuple(changes),
             given=given,
             given_refused=refused,
-            given_keeps_too_little=bool(too_little) and not measured(self.base, known).is_safe,
+            given_keeps_too_little=bool(too_little) and not measured(_with_reserve(stated), known).is_safe,
             counts=search.counts(),
             seconds=self.seconds + perf_counter() - started,
             ends_retries=without_retries(retrying, known) if retrying is not None else None,
-            keeps_free="" if self.base is stated else self.base.headroom,
+            keeps_free=self.keeps_free,
             error=self.error,
             within=self.within,
             gain=self.gain,
@@ -138,7 +143,7 @@ class Sought:
         stage of it is replayed."""
         while True:
             fastest = search.fastest(top, within)
-            best = _roomiest_first(search, fastest, self.within, self.gain)[:top]
+            best = _first(_roomiest_first(search, fastest, self.within, self.gain), top)
             if not (fastest and search.is_refuted(fastest[0])):
                 return best
             search.begin()
@@ -185,6 +190,13 @@ def _with_reserve(base: Plan) -> Plan:
     return base if capacity is None else base.model_copy(update={"headroom": default_reserve(capacity)})
 
 
+def _without_extras(base: Plan, fixed: Mapping[str, object]) -> Plan:
+    """``base`` without what a search adds to layouts by itself, where that is not ``fixed``: from there it starts."""
+    for back in framework(base.framework).search.without_extras(base):
+        base = base if back.keys() & fixed.keys() else changed(base, back)
+    return base
+
+
 def _limits(plan: ResolvedPlan, known: Measured) -> tuple[int, int, int]:
     """Bytes of a GPU: its capacity, the limit (capacity less headroom), and the CUDA context within it."""
     capacity, gpu = plan.hardware.capacity, plan.hardware.gpu
@@ -198,14 +210,22 @@ def _limits(plan: ResolvedPlan, known: Measured) -> tuple[int, int, int]:
     return capacity, capacity - headroom_bytes(plan.headroom, capacity), least_context(plan, known)
 
 
-def _given(stated: Plan, known: Measured) -> tuple[Suggestion | None, PlanError | None]:
-    """The plan as it was given, or why it does not run; neither where it says no layout."""
+def _given(stated: Plan, known: Measured, space: Space) -> tuple[Suggestion | None, PlanError | None]:
+    """The plan as it was given, with the extras that it has of those of ``space``, or why it does not run; neither
+    where it says no layout."""
     if not _is_stated(stated):
         return None, None
     try:
-        return measured(stated, known), None
+        given = measured(stated, known)
     except PlanError as error:
         return None, error
+
+    def fields(extras: Sequence[Extra]) -> list[tuple[str, object]]:
+        return [field for extra in extras for field in extra.fields]
+
+    had = [one for one in space.extras if all(stated.at(path) == value for path, value in fields(one))]
+    point = given.point._replace(extras=max(had, key=lambda one: len(fields(one)), default=()))
+    return replace(given, point=point), None
 
 
 def _is_stated(base: Plan) -> bool:
@@ -248,6 +268,13 @@ def _roomiest_first(search: Search, best: list[Suggestion], within: float, gain:
         whole = best[0] = search.estimated(best[0])
     whole = _with_more_room(search, whole, best, longest, gain)
     return [whole, *(one for one in best if not (one.point == whole.point and one.cut == whole.cut))]
+
+
+def _first(best: list[Suggestion], top: int) -> list[Suggestion]:
+    """The ``top`` of ``best``, of which the last stays where it is faster but for retries: no other says so."""
+    if 1 < top < len(best) and best[-1].judged.retries and not best[0].judged.retries:
+        return [*best[: top - 1], best[-1]]
+    return best[:top]
 
 
 def _with_more_room(

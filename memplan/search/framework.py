@@ -119,6 +119,10 @@ class FrameworkSearch:
         """``base`` with what other fields of it need in order to run."""
         return base
 
+    def without_extras(self, base: Plan) -> Iterator[Mapping[str, Any]]:
+        """Fields of ``base`` as they are without each of the extras that it has, where layouts are searched of both."""
+        return iter(())
+
     def replicas(self, space: Space, ranks: int) -> tuple[int, int]:
         """Replicas of so many ranks each, and GPUs that are left."""
         return divmod(space.gpus, ranks)

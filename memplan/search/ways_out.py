@@ -178,14 +178,15 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = T
             found.append(least)
         if len(found) == WAYS or left <= 0 or (found and together > 1):
             break
-        enough = {one.what for one in found}
+        kinds = {one.kind for one in found}
+        enough = {one.what for one in (*found, *(other for other in folded if other.kind in kinds and other.may_fit))}
         others = [one for one in by_gain if one.what not in enough]
         starts = [one for one in tried if all(part in by_gain for part in one.proposed)]
         tried = list(islice(changes.on_top_of(starts, others), max(0, folds)))
         folds -= len(tried)
     whole = [one for one in folded if one.proposed[0] in by_gain]
-    kinds = {one.kind: one for one in sorted(whole, key=_least, reverse=True)}
-    best = [one for one in sorted(kinds.values(), key=_least)[:WAYS] if one.after.requested < given.requested]
+    of_kind = {one.kind: one for one in sorted(whole, key=_least, reverse=True)}
+    best = [one for one in sorted(of_kind.values(), key=_least)[:WAYS] if one.after.requested < given.requested]
     found = found or [one for one in best if changes.replay(one)]
     elsewhere = [*islice((one for one in folded if one.on_another and not found and changes.replay(one)), 1)]
     if found or changes.retrying:

@@ -480,6 +480,24 @@ def test_without_a_framework_all_are_searched(capsys: pytest.CaptureFixture[str]
     assert "frameworks" not in named
 
 
+def test_on_one_gpu_others_are_searched_where_one_process_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    """Eight layers of Llama 3 have 2.8 billion parameters (two tables of 128,256 x 4,096, eight layers of 218 million):
+    in bf16 with gradients and 8-bit states 15.6 GiB. A card of 16 GB holds them where they are kept in host memory."""
+    flags = ["--model", "llama-3-8b", "--layers", "8", "--gpu", "rtx-4080", "--gbs", "2", "--seq", "512"]
+    found = answer(capsys, *flags)
+    offers = {one["framework"]: one for one in found["frameworks"]}
+    assert not offers["single"]["fits"]
+    assert found["recommended"]["plan"]["framework"] == "deepspeed"
+    assert "deepspeed is the best" in {note["code"]: note["message"] for note in found["warnings"]}["framework-chosen"]
+    assert main(["estimate", *flags, *shlex.split(found["flags"]), "--json"]) == 0
+    pasted = json.loads(capsys.readouterr().out)
+    assert pasted["peak_bytes"] == found["recommended"]["device_bytes"]
+    assert main(suggest(*flags, "--framework", "single")) == 1
+    assert "In each framework" not in capsys.readouterr().out
+    assert main(suggest(*flags, "--optimizer", "sgd", "--json")) == 0
+    assert "frameworks" not in json.loads(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(("model", "framework"), [("llama-2-7b", "megatron-deepspeed"), ("bloom-176b", "fsdp")])
 def test_an_architecture_that_a_framework_lacks_is_refused_at_once(model: str, framework: str) -> None:
     """Not layout by layout."""

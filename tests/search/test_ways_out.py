@@ -239,6 +239,17 @@ def test_no_more_is_changed_than_is_enough() -> None:
     assert estimate(changed(plan, less)).judged.verdict is not Verdict.FITS
 
 
+def test_nothing_is_added_to_what_is_enough() -> None:
+    """Granite 8B under DeepSpeed without ZeRO: each stage of it is enough, and the cheapest is named. Another stage
+    with half of the micro-batch is no way beside it."""
+    flags = {"model": "granite-3.1-8b", "framework": "deepspeed", "gpus": "6", "gpu": "h200", "gbs": "48", "mbs": "4"}
+    plan = read_plan(None, {**flags, "seq": "2048", "zero": "0"}).plan
+    for zero in ("1", "2", "3"):
+        assert estimate(read_plan(None, {**flags, "seq": "2048", "zero": zero}).plan).fits
+    named = [way.what for way in ways_out(plan, estimate(plan), NOTHING)]
+    assert named == ["ZeRO-1"]
+
+
 def test_what_fits_with_retries_has_ways_that_end_them() -> None:
     plan = read_plan("llama-3-8b-8gpu", {"mbs": "1", "seq": "7800"}).plan
     whole = estimate(plan)

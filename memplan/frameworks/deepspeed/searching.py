@@ -3,13 +3,15 @@ passes."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from typing import Any
 
 from ...layers.autograd import ITEMSIZE
 from ...layers.huggingface import LayerShape
 from ...layers.module import Options
 from ...optimizers.bitsandbytes import quantisation_maps
-from ...plan.plan import ResolvedPlan
+from ...plan.plan import Plan, ResolvedPlan
 from ...search.framework import FrameworkSearch, eight_bit_adam, fused_losses
 from ...search.lower_bounds import Kept, LowerBounds, peaks, raised
 from ...search.point import Extra
@@ -29,6 +31,11 @@ class DeepspeedSearch(FrameworkSearch):
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
         offload = [(_OFFLOAD_STATES, _OFFLOAD_ALL)] if plan.deepspeed.offload_optimizer == "none" else []
         return [*fused_losses(plan), *offload, *eight_bit_adam(plan)]
+
+    def without_extras(self, base: Plan) -> Iterator[Mapping[str, Any]]:
+        """Offload to NVMe stays, as it is not searched."""
+        if "nvme" not in [base.at(path) for path, _ in _OFFLOAD_ALL.fields]:
+            yield {path: "none" for path, value in _OFFLOAD_ALL.fields if base.at(path) == value}
 
     def lower_bounds(self, space: Space) -> LowerBounds:
         return _Bounds(space)

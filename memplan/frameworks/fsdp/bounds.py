@@ -60,8 +60,8 @@ class FsdpBounds(LowerBounds):
         return self._saved[key]
 
     def regroups(self, extra: Extra) -> bool:
-        """Shards and what is summed between their groups are gathered and held in passes."""
-        return any(path == "fsdp.replicas" for path, _ in extra.fields)
+        """Shards and what is summed between their groups are gathered and held in passes, and parameters that stay."""
+        return any(path in ("fsdp.replicas", "fsdp.reshard_after_forward") for path, _ in extra.fields)
 
     def kept(self, plan: ResolvedPlan) -> Kept:
         """Of rank 0, which has the largest shards, of a resolved plan."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...plan.plan import ResolvedPlan
+from ...plan.plan import Plan, ResolvedPlan
 from ...search.framework import FrameworkSearch, divisors, fused_losses
 from ...search.lower_bounds import LowerBounds
 from ...search.point import NO_RECOMPUTE, Extra, Point, Recomputing
@@ -34,9 +34,14 @@ class FsdpSearch(FrameworkSearch):
 
     def extras(self, plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
         groups = [] if plan.fsdp.code == "torchtitan" else fused_losses(plan)
-        groups += [] if plan.fsdp.offload else [(Extra("CPU offload", (("fsdp.offload", True),), moves_states=True),)]
+        groups += [] if plan.fsdp.offload else [(_OFFLOAD,)]
+        groups += [(_KEPT,)] if _may_keep(plan) else []
         hybrid = (_hybrid(count) for count in _replicas(plan) if count != plan.fsdp.replicas)
         return [*groups, tuple(hybrid)]
+
+    def without_extras(self, base: Plan) -> Iterator[Mapping[str, Any]]:
+        for extra in (_OFFLOAD, *([_KEPT] if base.fsdp.code == "transformers" else [])):
+            yield {path: not value for path, value in extra.fields if base.at(path) is value}
 
     def unrunnable(self, space: Space, tp: int, cp: int, pp: int, vpp: int, microbatches: int) -> str:
         return "a pipeline needs as many micro-batches as stages" if pp > 1 and microbatches < pp else ""
@@ -58,6 +63,20 @@ class FsdpSearch(FrameworkSearch):
         from .bounds import FsdpBounds
 
         return FsdpBounds(space)
+
+
+_OFFLOAD = Extra("CPU offload", (("fsdp.offload", True),), moves_states=True)
+_KEPT = Extra(
+    "no resharding after forward", (("fsdp.reshard_after_forward", False),), lacking="resharding after forward"
+)
+"""Gathered parameters stay until backward, which need not gather them again (``fully_shard`` of ``torch/distributed/
+fsdp/_fully_shard/_fully_shard.py``)."""
+
+
+def _may_keep(plan: ResolvedPlan) -> bool:
+    """Whether parameters may be kept that are gathered again; torchtitan's policy stays as the plan has it."""
+    given = plan.fsdp
+    return given.code == "transformers" and bool(given.reshard_after_forward) and given.reshard_to is None
 
 
 def _replicas(plan: ResolvedPlan) -> tuple[int, ...]:
