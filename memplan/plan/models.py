@@ -147,7 +147,8 @@ def _base(base: Node, folder: Path) -> Found:
     path = model_path(name, folder, base.origin)
     same = None if is_there(path) else twin(name, base)
     if same is not None:
-        told = (text_part(one_line(name)),) if text_parts() & {name.lower(), without_ending(name.lower())} else ()
+        read, *parts = (without_ending(one.rpartition("/")[2]) for one in (name.lower(), *text_parts()))
+        told = (text_part(one_line(name)),) if read in parts else ()
         found = _built_in(same)
         return Found(found.spec, (*found.notes, *told))
     if _looks_like_path(name) or is_there(path):
