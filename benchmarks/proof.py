@@ -82,8 +82,7 @@ class Other:
 
 def proofs() -> Proofs:
     """What the tests of plain PyTorch run."""
-    from tests.layers import test_against_transformers as plain
-    from tests.layers import test_autocast as autocast
+    from tests.layers import test_against_transformers as plain, test_autocast as autocast
     from tests.trace import test_step as trace
 
     found: Proofs = {}
@@ -119,18 +118,21 @@ def _precision(sharding: Any) -> str:
 
 def others() -> Iterator[Other]:
     """Recipes that families have in common."""
-    from tests.frameworks import test_fsdp_gpt_oss as gpt_oss
-    from tests.frameworks import test_fsdp_pipeline as pipeline
-    from tests.frameworks import test_fsdp_tensor_parallel as tp
-    from tests.frameworks import test_fsdp_torchtitan as titan
-    from tests.layers import test_against_transformers as plain
-    from tests.layers import test_four_bit as four_bit
-    from tests.layers import test_fused_attention as efficient
-    from tests.layers import test_fused_losses as losses
-    from tests.layers import test_tuning_against_peft as tuned
+    from tests.frameworks import (
+        test_fsdp_gpt_oss as gpt_oss,
+        test_fsdp_pipeline as pipeline,
+        test_fsdp_tensor_parallel as tp,
+        test_fsdp_torchtitan as titan,
+    )
+    from tests.layers import (
+        test_against_transformers as plain,
+        test_four_bit as four_bit,
+        test_fused_attention as efficient,
+        test_fused_losses as losses,
+        test_tuning_against_peft as tuned,
+    )
     from tests.optimizers import test_steps as steps
-    from tests.oracle import ddp
-    from tests.oracle import titan_low as low
+    from tests.oracle import ddp, titan_low as low
 
     def sized(cases: Iterable[Any]) -> int:
         return len({case.sizes for case in cases})

@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from memplan.families import ROOMS as FAMILIES
-from memplan.families import family
-from memplan.frameworks import ROOMS as FRAMEWORKS
-from memplan.frameworks import framework
+from memplan.families import ROOMS as FAMILIES, family
+from memplan.frameworks import ROOMS as FRAMEWORKS, framework
 from memplan.optimizers import algorithms
 from memplan.plan.library import learned_models
 from memplan.plan.traced_spec import layers_name

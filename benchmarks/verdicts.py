@@ -18,8 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import fms as tuning  # noqa: E402
-from benchmarks import megatron, nvidia  # noqa: E402
+from benchmarks import (  # noqa: E402
+    fms as tuning,
+    megatron,
+    nvidia,
+)
 from benchmarks.accuracy import MEASURED  # noqa: E402
 from benchmarks.comparison import GIB  # noqa: E402
 from benchmarks.markdown import line  # noqa: E402

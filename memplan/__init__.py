@@ -14,18 +14,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import ModuleType
 
-    from .plan.errors import LackingError as LackingError
-    from .plan.errors import PlanError as PlanError
-    from .surface.answers import Estimate as Estimate
-    from .surface.answers import Explanation as Explanation
-    from .surface.answers import Record as Record
-    from .surface.answers import Suggestion as Suggestion
-    from .surface.answers import estimate as estimate
-    from .surface.answers import explain as explain
-    from .surface.answers import suggest as suggest
-    from .surface.answers import validate as validate
-    from .surface.plans import Plan as Plan
-    from .surface.plans import read_plan as read_plan
+    from .plan.errors import LackingError as LackingError, PlanError as PlanError
+    from .surface.answers import (
+        Estimate as Estimate,
+        Explanation as Explanation,
+        Record as Record,
+        Suggestion as Suggestion,
+        estimate as estimate,
+        explain as explain,
+        suggest as suggest,
+        validate as validate,
+    )
+    from .surface.plans import Plan as Plan, read_plan as read_plan
 
 else:
     ModuleType = type(sys)  # ``types`` is one more import while an interrupt is Python's own to show

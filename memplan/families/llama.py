@@ -20,8 +20,7 @@ from ..layers.huggingface import (
     rms_norm,
     rotary,
 )
-from ..layers.tuning import Layer as Linear
-from ..layers.tuning import fused
+from ..layers.tuning import Layer as Linear, fused
 from ..plan.errors import Scalar
 from ..plan.releases import ATTENTION_FUNCTIONS, SUMMED_POSITIONS
 from ..plan.spec import ModelSpec

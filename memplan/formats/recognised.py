@@ -117,8 +117,7 @@ def recognised(place: str, assignments: Sequence[str]) -> str | None:
         from .megatron_bridge.recipes import is_recipe
         from .torchtitan.registry import is_registry
         from .trainer.parsed import INSTEAD, STARTED
-        from .trainer.python import holds_arguments as stand_in
-        from .trainer.python import takes_arguments
+        from .trainer.python import holds_arguments as stand_in, takes_arguments
 
         if is_registry(text):
             return "torchtitan"

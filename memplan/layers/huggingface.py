@@ -19,8 +19,7 @@ from ..values import dataclass, replace
 from . import ops, selecting, work
 from .autograd import Recorder, Shape, Tensor
 from .fused_attention import SECOND, Release, efficient_attention, flash_attention
-from .tuning import Layer as Linear
-from .tuning import plain_linear, tuned_linear
+from .tuning import Layer as Linear, plain_linear, tuned_linear
 
 NEWEST = LIBRARIES["transformers"].newest
 

@@ -20,12 +20,11 @@ from .autograd import Gradients, Recorder, Tensor, incoming, size_of
 from .experts import grouped_product
 from .fused_attention import Call, Release, allocates
 from .gradients import fresh
-from .huggingface import LayerShape, linear, rotary_one
-from .huggingface import Shared as Tables
+from .huggingface import LayerShape, Shared as Tables, linear, rotary_one
 from .low_linear import LowLinear
 from .tensor_parallel import tagged
-from .titan_moe import grouped as plain_grouped
 from .titan_moe import (
+    grouped as plain_grouped,
     normalises,
     of_best_groups,
     permuted,
@@ -36,8 +35,7 @@ from .titan_moe import (
     with_zeros,
 )
 from .torchtitan import Policy
-from .work import Exchange, Operator, Stream
-from .work import attention as attention_work
+from .work import Exchange, Operator, Stream, attention as attention_work
 
 BLOCK = 128
 """Rows of a block of flash attention 3 with heads of 64 features."""

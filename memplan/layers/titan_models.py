@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..tape.events import Category
-from . import ops
-from . import tensor_parallel as tp
+from . import ops, tensor_parallel as tp
 from .autograd import Gradients, Recorder, Tensor
 from .fused_attention import flash_attention
 from .huggingface import LayerShape, Shared, rotary_one

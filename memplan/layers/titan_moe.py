@@ -13,8 +13,7 @@ from typing import Literal
 
 from ..plan.spec import ModelSpec
 from ..tape.events import Category, Hook
-from . import experts, ops, selecting
-from . import tensor_parallel as tp
+from . import experts, ops, selecting, tensor_parallel as tp
 from .autograd import Gradients, Recorder, Tensor, size_of
 from .gradients import fresh, viewed, watched
 from .huggingface import LayerShape, silu

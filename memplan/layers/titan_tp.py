@@ -8,8 +8,7 @@ sequence, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
-from . import ops
-from . import tensor_parallel as tp
+from . import ops, tensor_parallel as tp
 from .autograd import Recorder, Tensor
 from .huggingface import LayerShape
 from .titan_models import Attention

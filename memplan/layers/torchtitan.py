@@ -16,8 +16,7 @@ from . import ops, titan_lora
 from .autograd import Gradients, Recorder, Shape, Storage, Tensor
 from .fused_attention import efficient_attention, flash_attention
 from .fused_losses import head_weight
-from .huggingface import LayerShape, silu
-from .huggingface import linear as plain_linear
+from .huggingface import LayerShape, linear as plain_linear, silu
 from .low_linear import LowLinear
 from .recompute import Frame
 

@@ -12,8 +12,7 @@ from collections.abc import Callable
 
 from ..tape.events import Category
 from ..values import replace
-from . import ops
-from . import tensor_parallel as tp
+from . import ops, tensor_parallel as tp
 from .autograd import Recorder, Tensor
 from .huggingface import LayerShape
 from .torchtitan import Policy, attention, feed_forward, normed

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ..layers.autograd import Recorder, Tensor
 from ..layers.module import Parameter
 from ..tape.events import Category
-from .adam import OPTIMIZERS as ADAMS
-from .adam import adamw_for_loop, adamw_foreach
+from .adam import OPTIMIZERS as ADAMS, adamw_for_loop, adamw_foreach
 from .base import EMBEDDINGS, Algorithm, Parameters, State, Step, Steps, full, like, number
 
 if TYPE_CHECKING:

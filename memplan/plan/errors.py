@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
-from ..bash.origin import Origin as Origin
-from ..bash.origin import ScriptError
+from ..bash.origin import Origin as Origin, ScriptError
 from ..values import dataclass, pattern
 
 MOST_GUESSES = 32

@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ..families import families
-from ..families import family as family_of
+from ..families import families, family as family_of
 from ..families.base import REQUIRED, Config, Key
 from ..values import pattern
-from .block_configs import KEY as BLOCKS
-from .block_configs import blocks_of
+from .block_configs import KEY as BLOCKS, blocks_of
 from .errors import ABSENT, Node, PlanError, one_line
 from .hub import config_name
 from .notes import Note, further_layers, head_assumed, text_part

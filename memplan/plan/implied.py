@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..families import ROOMS as FAMILIES
-from ..families import family
+from ..families import ROOMS as FAMILIES, family
 from ..frameworks import BY_ITSELF, IMPLIED_BY, OF_SIZE_ALONE, RECIPES, REPLICATING, framework
 from .errors import Node, Origin, PlanError, one_line, together
 from .fields import by_flag, plan_fields, sections

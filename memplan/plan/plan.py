@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, SerializeAsAny
 
 from ..frameworks import ROOMS as FRAMEWORKS
-from ..optimizers import ROOMS as OPTIMIZERS
-from ..optimizers import algorithm
+from ..optimizers import ROOMS as OPTIMIZERS, algorithm
 from .errors import PlanError
 from .framework_sections import Ddp, Deepspeed, Experts, Fsdp, Trainer
 from .megatron_section import Megatron

@@ -20,8 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..layers.compiled_model import Begins, CompiledModel, Ends, Event, Graph, Stream, Weight
-from .inductor import Event as Happening
-from .inductor import Graphs, code_of, graphs_of, happened
+from .inductor import Event as Happening, Graphs, code_of, graphs_of, happened
 from .job import Job
 from .models import made
 from .places import UntraceableError

@@ -27,8 +27,7 @@ from torch.fx import GraphModule
 
 from ..layers.compiled_parts import MADE, PARAMETERS, ROLES, Begins, CompiledParts, Event, Part
 from .compiled_model import FOUND, batch, fake_of, of_depth, same, short
-from .inductor import Event as Happening
-from .inductor import aot, as_fused, code_of, happened
+from .inductor import Event as Happening, aot, as_fused, code_of, happened
 from .job import Job
 from .models import made
 from .places import UntraceableError

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from ..families import family as family_of
 from ..layers.coverage import TRANSFORMERS, covered
 from ..optimizers import algorithm, algorithms
-from ..plan.block_configs import KEY as BLOCKS
-from ..plan.block_configs import written
+from ..plan.block_configs import KEY as BLOCKS, written
 from ..plan.errors import PlanError, wrong_at
 from ..plan.huggingface import ACTIVATIONS, MIXED, ROTARY_FEATURES, known_types
 from ..plan.plan import ResolvedPlan

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.allocator.blocks import AT_ONCE, MIB, SHIFT, UNBOUNDED, Given, Step
 from memplan.allocator.caching import AllocatorSettings

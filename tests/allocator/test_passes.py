@@ -6,11 +6,9 @@ from itertools import chain
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from memplan.allocator import requests as repeats
-from memplan.allocator import stretches as cut
+from memplan.allocator import requests as repeats, stretches as cut
 from memplan.allocator.blocks import MIB, SHIFT, Brief, Step
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.operations import Operation, alone

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from memplan.allocator import rank as ranking
-from memplan.allocator import replay as replaying
+from memplan.allocator import rank as ranking, replay as replaying
 from memplan.allocator.blocks import SegmentPool, Stretch
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.passes import Pass, passes

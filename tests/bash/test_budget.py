@@ -7,8 +7,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.bash.origin import MOST_MEMORY, MOST_STEPS, Budget, Origin, ScriptError
 from memplan.bash.shell import read_script

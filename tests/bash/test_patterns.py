@@ -7,8 +7,7 @@ import time
 from fnmatch import fnmatchcase, translate
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.bash.patterns import shell_pattern, simple_expression
 

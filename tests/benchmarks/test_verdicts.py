@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.measured import READERS as MEASURED
-from benchmarks.measured import plan_of
+from benchmarks.measured import READERS as MEASURED, plan_of
 from benchmarks.verdicts import DIED, FAILED, OTHERS, RAN, READERS, Case, judged, page
 from memplan.plan.plan import Plan
 

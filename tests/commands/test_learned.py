@@ -17,8 +17,7 @@ from memplan.cli import main
 from memplan.estimate import fold
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.trace import cache
-from memplan.trace import learned as lookup
+from memplan.trace import cache, learned as lookup
 
 SMALL: dict[str, Any] = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
 SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}

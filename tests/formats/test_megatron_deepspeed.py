@@ -10,8 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from memplan.formats.exported import Exported, exported
 from memplan.formats.megatron_deepspeed.pipe_methods import STAGES, cut_today, method_of, python_of

@@ -16,9 +16,7 @@ from typing import Any
 import pytest
 import transformers
 
-from memplan.frameworks.ddp import programs as ddp_programs
-from memplan.frameworks.ddp import programs as ddp_zero
-from memplan.frameworks.ddp import reducer as ddp
+from memplan.frameworks.ddp import programs as ddp_programs, programs as ddp_zero, reducer as ddp
 from memplan.frameworks.plain import programs as plain
 from memplan.layers.module import Module, Options
 from memplan.plan.plan import Plan

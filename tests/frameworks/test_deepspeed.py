@@ -15,15 +15,12 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.families import family
 from memplan.formats.deepspeed.config import configuration_of
 from memplan.formats.settings import Building
-from memplan.frameworks.deepspeed import engine as deepspeed
-from memplan.frameworks.deepspeed import states as zero_states
-from memplan.frameworks.deepspeed import step as zero_step
+from memplan.frameworks.deepspeed import engine as deepspeed, states as zero_states, step as zero_step
 from memplan.frameworks.deepspeed.buckets import ReducingBucket
 from memplan.frameworks.deepspeed.config import Zero, check_zero
 from memplan.frameworks.deepspeed.states import Group, groups, shard, sub_groups
@@ -42,8 +39,7 @@ from memplan.plan.tuning_sections import Lora
 from memplan.tape.events import Category, Drop, Hold, Tape
 from memplan.tape.program import fold_program
 
-from ..oracle.deepspeed import AVAILABLE, CASES, COMPLETION, SIZES, Case, measure, summary
-from ..oracle.deepspeed import RANK as ADAPTER_RANK
+from ..oracle.deepspeed import AVAILABLE, CASES, COMPLETION, RANK as ADAPTER_RANK, SIZES, Case, measure, summary
 
 GOLDEN: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / "deepspeed_0_19_8.json").read_text())[
     "cases"

@@ -6,8 +6,7 @@ import importlib.util
 from importlib import import_module
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.frameworks.deepspeed import states as zero_states
 from memplan.frameworks.deepspeed.buckets import ScatteringBucket

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay
 from memplan.device.measured import cublas_workspaces
 from memplan.estimate import check, estimate
-from memplan.frameworks.fsdp import modules
-from memplan.frameworks.fsdp import programs as fsdp
+from memplan.frameworks.fsdp import modules, programs as fsdp
 from memplan.frameworks.fsdp.programs import programs
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding, Unit, shard, size

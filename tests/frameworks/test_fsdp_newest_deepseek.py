@@ -12,8 +12,7 @@ from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, torchtit
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.module import Options
 
-from ..oracle import fsdp as oracle
-from ..oracle import titan_gpt_oss
+from ..oracle import fsdp as oracle, titan_gpt_oss
 from ..oracle.titan_gpt_oss import expert_meshes
 from ..oracle.titan_models import Sizes
 from ..oracle.titan_newest import DeepSeek

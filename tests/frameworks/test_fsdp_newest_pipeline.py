@@ -22,14 +22,11 @@ from memplan.plan.resolve import resolve
 from memplan.schedules.torch_schedules import Place
 from memplan.tape.program import fold_program
 
-from ..oracle import fsdp as oracle
-from ..oracle import titan_gpt_oss, titan_muse, titan_newest
+from ..oracle import fsdp as oracle, titan_gpt_oss, titan_muse, titan_newest
 from ..oracle.pipelining import Pipeline, traced_pipeline
 from ..oracle.titan_qwen35 import Qwen35, Qwen35MoE
 from ..oracle.torchtitan_tp import local
-from . import test_fsdp_gpt_oss as gpt_oss
-from . import test_fsdp_muse as muse
-from . import test_fsdp_qwen35 as qwen35
+from . import test_fsdp_gpt_oss as gpt_oss, test_fsdp_muse as muse, test_fsdp_qwen35 as qwen35
 from .test_fsdp_pipeline import marks_of
 
 NEWEST = {"fsdp-newest": "true"}

@@ -25,8 +25,7 @@ from memplan.tape.events import Category
 from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_grad_loss, without_scalars
-from ..oracle import fsdp as oracle
-from ..oracle import titan_gpt_oss, titan_muse
+from ..oracle import fsdp as oracle, titan_gpt_oss, titan_muse
 from ..oracle.titan_gpt_oss import expert_meshes
 from ..oracle.titan_qwen35 import MoESizes, Qwen35, Qwen35MoE, Sizes
 from .every_event import check_every_event

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.allocator.caching import AllocatorSettings
 from memplan.allocator.replay import replay

@@ -33,8 +33,7 @@ from ..layers.test_against_transformers import (
     without_scalars,
     without_sum_of_tied,
 )
-from ..oracle import fsdp as oracle
-from ..oracle import titan_experts, titan_tp
+from ..oracle import fsdp as oracle, titan_experts, titan_tp
 from ..oracle.titan_models import Sizes, builder
 
 QWEN_3 = Sizes(hidden=192, heads=6, kv_heads=2, head_dim=64, ffn=448, vocab=1003, layers=3, b=2, s=64)

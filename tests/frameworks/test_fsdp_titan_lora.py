@@ -18,14 +18,12 @@ from memplan.plan.resolve import resolve
 from memplan.tape.events import Category
 from memplan.tuning_notices import of_tuning
 
-from ..oracle import fsdp as oracle
-from ..oracle import titan_gpt_oss
+from ..oracle import fsdp as oracle, titan_gpt_oss
 from ..oracle.titan_muse import Decoder, builder
 from ..oracle.titan_newest import DeepSeek, Llama, Qwen3, with_adapters
 from .every_event import check_every_event
 from .test_fsdp_muse import FEW, JOB, plan_of
-from .test_fsdp_titan import LATENT
-from .test_fsdp_titan import plan_of as mixture_of
+from .test_fsdp_titan import LATENT, plan_of as mixture_of
 
 
 def adapted_plan(model: str, chunks: int, targets: str) -> ResolvedPlan:

@@ -25,8 +25,7 @@ from memplan.schedules.torch_schedules import Place
 from memplan.tape.events import Category
 from memplan.tape.program import fold_program
 
-from ..oracle import fsdp as oracle
-from ..oracle import titan_experts, titan_tp
+from ..oracle import fsdp as oracle, titan_experts, titan_tp
 from ..oracle.pipelining import Pipeline, traced_pipeline
 from ..oracle.titan_models import Sizes, stage
 from .test_fsdp_pipeline import marks_of

@@ -7,8 +7,7 @@ from itertools import pairwise
 from math import prod
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.frameworks.megatron.states import Chunk, Rules, keep, offloaded, saved
 from memplan.layers.module import Parameter

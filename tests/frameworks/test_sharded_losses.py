@@ -25,8 +25,7 @@ from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes
 from ..layers.tuned_comparison import config_of
-from ..oracle import fsdp as oracle
-from ..oracle import fused_losses
+from ..oracle import fsdp as oracle, fused_losses
 from ..oracle.optimizer_step import on_no_device
 from ..oracle.training_step import _quiet, _unpacked
 from ..oracle.tuned_step import Tune, _apply, lora

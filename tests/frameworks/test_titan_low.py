@@ -12,8 +12,7 @@ import pytest
 
 from memplan.assumptions import assumptions
 from memplan.estimate import programs_of
-from memplan.frameworks.fsdp import programs as fsdp
-from memplan.frameworks.fsdp import titan_low
+from memplan.frameworks.fsdp import programs as fsdp, titan_low
 from memplan.frameworks.fsdp.titan_experts import cut_of_experts
 from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, recipes, torchtitan_model
 from memplan.frameworks.fsdp.units import Sharding
@@ -34,9 +33,7 @@ from memplan.tape.program import fold_program
 
 from ..layers.test_against_transformers import drops_sorted, named, sizes, without_scalars
 from ..oracle.titan_low import CASES, RECORDED, Case
-from . import test_fsdp_gpt_oss as gpt_oss
-from . import test_fsdp_muse as muse
-from . import test_fsdp_titan as titan
+from . import test_fsdp_gpt_oss as gpt_oss, test_fsdp_muse as muse, test_fsdp_titan as titan
 
 OF_PROCESS = 131072 + ROUND
 """NVFP4's workspace and matrix, which the stand-ins of its kernels do not make."""

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import EvalLoopContainer
 

@@ -14,8 +14,7 @@ import torch
 
 from memplan.estimate import detail, estimate, fold
 from memplan.families import family as family_of
-from memplan.frameworks.plain import programs as plain
-from memplan.frameworks.plain import trainer as plain_step
+from memplan.frameworks.plain import programs as plain, trainer as plain_step
 from memplan.layers.autocast import POLICIES, Policy
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError

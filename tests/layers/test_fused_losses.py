@@ -6,8 +6,7 @@ from importlib.metadata import version
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.estimate import detail, estimate
 from memplan.layers import fused_losses
@@ -22,8 +21,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.spec import ModelSpec
 from memplan.tape.events import Category, Drop, Hold, Tape
-from tests.oracle.fused_losses import Loss, Sizes, chunked, cut, last_tokens, traced_loss
-from tests.oracle.fused_losses import liger as real_liger
+from tests.oracle.fused_losses import Loss, Sizes, chunked, cut, last_tokens, liger as real_liger, traced_loss
 from tests.oracle.tracer import Change
 
 SIZES = [

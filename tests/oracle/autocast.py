@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from memplan.trace.autocast import cast_by_autocast, cuda_lists, policies
-from memplan.trace.autocast import cuda_autocast as autocast_under_lists
+from memplan.trace.autocast import cast_by_autocast, cuda_autocast as autocast_under_lists, cuda_lists, policies
 
 __all__ = ["cast_by_autocast", "cuda_autocast", "cuda_lists", "policies"]
 

@@ -19,8 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from . import fsdp as oracle
-from . import titan_models, torchtitan
+from . import fsdp as oracle, titan_models, torchtitan
 from .tracer import Change
 
 RECORDED = Path(__file__).parents[1] / "frameworks" / "float8_steps.json.gz"

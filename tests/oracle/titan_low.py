@@ -26,11 +26,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from . import fsdp as oracle
-from . import titan_gpt_oss, titan_models, titan_muse, titan_newest
-from .float8 import Case as Float8Case
-from .float8 import Float8Follow, written
-from .float8 import converted as float8_of
+from . import fsdp as oracle, titan_gpt_oss, titan_models, titan_muse, titan_newest
+from .float8 import Case as Float8Case, Float8Follow, converted as float8_of, written
 
 RECORDED = Path(__file__).parents[1] / "frameworks" / "titan_low_steps.json.gz"
 

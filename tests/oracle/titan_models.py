@@ -20,8 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from memplan.trace.torchtitan import FeedForward as _FeedForward
-from memplan.trace.torchtitan import cross_entropy
+from memplan.trace.torchtitan import FeedForward as _FeedForward, cross_entropy
 
 from . import titan_loss
 from .fsdp import Sharding, undivided

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from memplan.trace.job import Checkpointing, Part, Torchtitan
-from memplan.trace.torchtitan import Transformer, cross_entropy
-from memplan.trace.torchtitan import recomputed as recomputed_as
+from memplan.trace.torchtitan import Transformer, cross_entropy, recomputed as recomputed_as
 
 from .fsdp import Sharding
 

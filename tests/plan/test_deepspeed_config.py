@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.formats.deepspeed.config import Configuration, configuration_of
 from memplan.formats.settings import Building

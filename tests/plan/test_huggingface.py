@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from memplan.families import families
 from memplan.layers.coverage import TRANSFORMERS, check_covered

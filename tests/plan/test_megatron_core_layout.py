@@ -8,8 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import assume, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, example, given, settings, strategies as st
 
 from memplan.plan.errors import PlanError
 from memplan.plan.megatron_layout import layout_string, stages

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import chain
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.plan.errors import PlanError
 from memplan.plan.megatron_layout import Chunk, stages, virtual_stages

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.device.gpus import ALSO_CALLED, GPUS
 from memplan.estimate import estimate
 from memplan.frameworks import IMPLIED_BY, ROOMS
-from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS
-from memplan.optimizers import trainer_names
+from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS, trainer_names
 from memplan.plan import implied
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import Kind, by_flag, plan_fields

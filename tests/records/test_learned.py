@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.cli import main
 from memplan.device.measured import CONTEXT, NCCL, NOTHING, WORKSPACES, Measured, Measurement

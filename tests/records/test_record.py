@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.plan.errors import PlanError
 from memplan.records.readings import Failure, Moment, Place, RankReading, Run, Versions

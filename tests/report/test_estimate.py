@@ -6,8 +6,7 @@ import io
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from rich.console import Console
 
 from memplan.report.estimate import print_estimate, verdict

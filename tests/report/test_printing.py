@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from rich.text import Text
 
 from memplan.commands.output import print_file, print_json, print_text

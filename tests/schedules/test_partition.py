@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.plan.errors import PlanError
 from memplan.schedules.partition import Entry, balanced, balanced_2023, partition, type_weights, uniform

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.layers.module import Module, Tapes
 from memplan.schedules.one_chunk import OneChunk, in_flight

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise, product
 
 import pytest
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume, given, settings, strategies as st
 
 from memplan.estimate import fold
 from memplan.frameworks.megatron.modules import stage_entries

@@ -6,8 +6,7 @@ from random import Random
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.estimate import fold
 from memplan.frameworks.fsdp.bounds import _Walk

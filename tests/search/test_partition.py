@@ -7,8 +7,7 @@ from itertools import combinations_with_replacement, pairwise, product
 from math import inf
 from random import Random
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.search.cuts import Cost, Option, choose, contiguous
 

@@ -25,8 +25,7 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.traced_spec import STAND_IN, TracedSpec
 from memplan.tape.program import fold_program
-from memplan.trace import cache
-from memplan.trace import learned as lookup
+from memplan.trace import cache, learned as lookup
 from memplan.trace.comparison import compared
 from memplan.trace.fit import Polynomial
 from memplan.trace.framework import job_of_plan

@@ -26,8 +26,7 @@ from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.program import Program, fold_evaluation, fold_program
-from memplan.trace import cache
-from memplan.trace import learned as lookup
+from memplan.trace import cache, learned as lookup
 from memplan.trace.fit import Fit
 from memplan.trace.framework import job_of_plan
 from memplan.trace.gathering import gathering

@@ -20,8 +20,7 @@ from memplan.plan.resolve import resolve
 from memplan.plan.traced_spec import STAND_IN, TracedSpec
 from memplan.tape.events import fold
 from memplan.tape.program import fold_program
-from memplan.trace import cache
-from memplan.trace import learned as lookup
+from memplan.trace import cache, learned as lookup
 from memplan.trace.comparison import compared
 from memplan.trace.fit import Fit
 from memplan.trace.framework import job_of_plan

@@ -11,8 +11,7 @@ from memplan.tape.events import Hold, rounded
 from memplan.trace.recording import BACKWARD
 from memplan.trace.step import traced_step
 
-from .test_step import model_flags
-from .test_step import of as of_plan
+from .test_step import model_flags, of as of_plan
 
 of = partial(of_plan, layers="2")
 SINGLE = {

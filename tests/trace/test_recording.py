@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.tape.events import Category, Drop, Hold, Seam, fold
 from memplan.trace.recording import BACKWARD, FORWARD, OPTIMIZER, SETUP, Place, Recording, as_lines, snapshot

@@ -12,8 +12,7 @@ from memplan.trace.recording import BACKWARD, FORWARD, Traced
 from memplan.trace.torchtitan_step import traced_torchtitan
 
 from ..oracle import torchtitan_tp
-from ..oracle.fsdp import Sharding, Steps
-from ..oracle.fsdp import traced as fsdp_traced
+from ..oracle.fsdp import Sharding, Steps, traced as fsdp_traced
 from ..oracle.pipelining import Pipeline, traced_pipeline
 from ..oracle.torchtitan import Sizes, builder
 from ..oracle.tracer import Change

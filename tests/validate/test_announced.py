@@ -7,8 +7,7 @@ import re
 import pytest
 
 from memplan.plan.read import read_plan
-from memplan.validate import devices as validate_devices
-from memplan.validate import run
+from memplan.validate import devices as validate_devices, run
 from memplan.validate.devices import Device
 from memplan.validate.run import Prepared, Where, announced, duration, iterations, prepared
 

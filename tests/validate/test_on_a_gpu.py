@@ -14,8 +14,7 @@ from memplan.plan.errors import LackingError, PlanError
 from memplan.plan.read import read_plan
 from memplan.tape.events import Category
 from memplan.trace.surroundings import Surroundings
-from memplan.validate import clean, run
-from memplan.validate import devices as validate_devices
+from memplan.validate import clean, devices as validate_devices, run
 from memplan.validate.devices import Device, Process
 from memplan.validate.run import Where, prepared
 

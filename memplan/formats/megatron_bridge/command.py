@@ -26,8 +26,7 @@ from ..launchers import beside, training_in
 from ..settings import needed
 from . import benchmark as benchmarks
 from .overrides import is_override, laid_over
-from .recipes import RECIPE as RECIPE_IN_FILE
-from .recipes import Recipe, checkout_of, file_of, followed, no_recipe_of, of_other_gpus
+from .recipes import RECIPE as RECIPE_IN_FILE, Recipe, checkout_of, file_of, followed, no_recipe_of, of_other_gpus
 from .table import LENGTHS
 
 OPTIONS = {

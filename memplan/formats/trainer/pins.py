@@ -12,8 +12,7 @@ from pathlib import Path
 
 from ...plan.errors import PlanError, shown
 from ...plan.notes import RELEASES_PINNED, Note
-from ...plan.releases import LIBRARIES, Version, parsed
-from ...plan.releases import shown as written
+from ...plan.releases import LIBRARIES, Version, parsed, shown as written
 from ...plan.text import is_there, path_of, read_bytes, read_text
 from ...plan.training_loops import Releases, TrainingLoop
 from ..recognised import ENDING, LARGEST_NOTEBOOK, is_python

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from ...frameworks import ROOMS as FRAMEWORKS
-from ...frameworks import framework
+from ...frameworks import ROOMS as FRAMEWORKS, framework
 from ...plan.errors import ABSENT, Guesses, Node, PlanError, guessed, nearest, shown, together, wrong_at
 from ...plan.normalise import normalised
 from ...plan.notes import Note

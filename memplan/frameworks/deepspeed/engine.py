@@ -36,8 +36,7 @@ from ..plain.programs import buffers, head_loss, inputs, layer_shape
 from ..plain.recipes import EMBEDDED, keeps_embedded
 from ..plain.returned import NOTHING, Returned, kept
 from ..plain.tuned import frozen_layer, kept_beside, shared_table, tuning_of
-from . import states as zero_states
-from . import step as zero_step
+from . import states as zero_states, step as zero_step
 from .buckets import ReducingBucket, ScatteringBucket
 from .config import Zero, check, check_model, fields_of_a_plan, zero_of
 from .hooks import Keeping, Reducer, insert_hooks, insert_into_evaluation, modules

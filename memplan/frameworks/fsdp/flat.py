@@ -39,8 +39,7 @@ from ...schedules.one_chunk import one_chunk
 from ...tape.events import GRAD_OUTPUT, INPUT, Category, Drop, Event, Hold, Scope, Stretch, Tape, rounded
 from ...tape.program import Program, Span, drop_all
 from ...values import NamedTuple, dataclass, replace
-from ..plain import preferences, trainer
-from ..plain import programs as plain
+from ..plain import preferences, programs as plain, trainer
 from ..plain.programs import buffers, inputs
 from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table

@@ -21,8 +21,7 @@ from ...optimizers.base import step_temporaries
 from ...optimizers.bitsandbytes import quantisation_maps
 from ...plan.plan import ResolvedPlan
 from ...schedules.one_chunk import OneChunk
-from ...tape.events import Drop, Event, Hold, Hook, Seam, Stretch, Tape
-from ...tape.events import renamed as with_ids
+from ...tape.events import Drop, Event, Hold, Hook, Seam, Stretch, Tape, renamed as with_ids
 from ...tape.program import Chunk, Program, Span, drop_all
 from ...trace.fit import LAYER, Born, Fit, Gone, Piece, Places
 from ...trace.framework import in_compute

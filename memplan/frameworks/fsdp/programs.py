@@ -18,8 +18,7 @@ from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Stretch
 from ...tape.program import Program, Span
 from ...values import replace
-from ..plain import preferences
-from ..plain import programs as plain
+from ..plain import preferences, programs as plain
 from ..plain.programs import buffers, inputs
 from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
@@ -30,10 +29,10 @@ from .stages import check_no_pipeline, stage_programs
 from .titan_experts import check_expert_ranks, crosswise, cut_of_experts
 from .torchtitan import (
     ActivationCheckpointing,
+    check as check_titan,
     local_shape,
     torchtitan_model,
 )
-from .torchtitan import check as check_titan
 from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
 
 

@@ -48,8 +48,7 @@ from ...plan.plan import ResolvedPlan
 from ...tape.events import INPUT, Category, Drop, Hold, Hook, Seam, Tape, ahead, behind, drops, insert, rounded
 from ...tape.program import Span
 from ...values import replace
-from ..plain import preferences
-from ..plain import programs as plain
+from ..plain import preferences, programs as plain
 from ..plain.programs import buffers
 from .chunked import ENDS
 from .hooks import GATHERED, Hooks, Role

@@ -37,8 +37,7 @@ from .modules import compact_ids, hooked, owned, with_parameters, with_seams
 from .passing import pass_through
 from .titan_experts import groups_of, places, with_experts, with_groups
 from .torchtitan import ActivationCheckpointing, Checkpointing, Recipes, check, recipes
-from .units import Cut as CutOfExperts
-from .units import Sharding, Unit, shard, sharded_states, sharded_step
+from .units import Cut as CutOfExperts, Sharding, Unit, shard, sharded_states, sharded_step
 
 
 @dataclass(frozen=True, slots=True)

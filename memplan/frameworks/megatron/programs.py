@@ -7,8 +7,7 @@ Stages and their layers: ``plan.megatron_layout``. Order of calls: ``schedules.m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence, Set as AbstractSet
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,7 @@ from .fsdp_hooks import ahead, persistent, with_hooks
 from .fsdp_states import keep as keep_sharded
 from .gradients import received, with_fp32
 from .layer_offload import with_offload
-from .states import Chunk as KeptChunk
-from .states import Rules, keep, saved
+from .states import Chunk as KeptChunk, Rules, keep, saved
 from .workspaces import Contents, Libraries, contents_of, copies_of, with_static, workspaces_of
 
 if TYPE_CHECKING:

@@ -18,8 +18,7 @@ from ...search.time.framework import FrameworkTime
 from ...search.time.host import TRANSFORMER_ENGINE, Host
 from ...search.time.rates import DIVIDED, before
 from ...search.time.shape import ITEMSIZE, KINDS, Entries, Wide, Work, kinds_of, named
-from ...search.time.updates import Exchange as Exchanged
-from ...search.time.updates import Replicas, beside
+from ...search.time.updates import Exchange as Exchanged, Replicas, beside
 from ...values import replace
 from .adapters import tuning_of
 from .from_plan import core_shape

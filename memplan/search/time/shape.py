@@ -8,12 +8,10 @@ from itertools import product
 
 from ...frameworks import framework
 from ...layers.module import NO_PASSES, Parameter, Passes, grown
-from ...layers.work import ITEMSIZE as ITEMSIZE
-from ...layers.work import Attention
+from ...layers.work import ITEMSIZE as ITEMSIZE, Attention
 from ...plan.lora import saved
 from ...plan.plan import Recompute, ResolvedPlan
-from ...plan.spec import LINEAR, NONE, ModelSpec, block_of, of_any_depth
-from ...plan.spec import kinds_of as blocks_of
+from ...plan.spec import LINEAR, NONE, ModelSpec, block_of, kinds_of as blocks_of, of_any_depth
 from ...values import NamedTuple, dataclass, replace
 from .host import Host
 from .kernels import Ranks

@@ -9,8 +9,7 @@ import subprocess
 import time
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.bash.shell import read_script
 from memplan.bash.values import text

@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from memplan.formats.torchtitan.keys import Era, era_of, key_of, keys, parse_toml
 from memplan.formats.torchtitan.settings import Settings

@@ -8,8 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from memplan.formats.launch import Asked
 from memplan.formats.megatron.vocabulary import tokens_in

@@ -15,8 +15,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..cuda_allocator import CUDA
-from ..cuda_allocator import HERE as ALLOCATOR
+from ..cuda_allocator import CUDA, HERE as ALLOCATOR
 
 HERE = Path(__file__).parent
 PYTHON = "MEMPLAN_CUDA_PYTHON"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.layers.work import Attention, fused, windowed
 from memplan.search.time import attention, rates_of

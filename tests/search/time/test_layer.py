@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.search.time import entry_times, rates_of, shape_of
-from memplan.search.time import kernels as time_of
+from memplan.search.time import entry_times, kernels as time_of, rates_of, shape_of
 from memplan.search.time.host import HOST_WAIT, TRANSFORMERS_BACKWARD, TRANSFORMERS_OPERATOR
 
 from .plans import EVERY_FRAMEWORK, megatron_22b, plan

@@ -12,8 +12,7 @@ from memplan.layers.work import Attention
 from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.time import step_time
-from memplan.search.time import work_of as stages_of
+from memplan.search.time import step_time, work_of as stages_of
 from memplan.search.time.shape import WITH_DELTA, elements, model_flops, shape_of
 
 LORA = {"lora-rank": "8", "lora-targets": "q_proj,v_proj"}

@@ -5,8 +5,7 @@ from itertools import groupby
 from timeit import timeit
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from memplan.plan.errors import PlanError
 from memplan.search.time import (
