@@ -35,7 +35,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('
 JOB = [
     "--model=llama-3-8b", "--framework=megatron", "--layers=2", "--gpus=2", "--gpu=h100-80gb", "--gbs=4", "--seq=512",
 ]  # fmt: skip
-TOO_LARGE = ["--model=llama-3-8b", "--gpu=rtx-4090", "--layers=30", "--seq=8192", "--gbs=1"]
+TOO_LARGE = ["--model=llama-3-8b", "--framework=single", "--gpu=rtx-4090", "--layers=30", "--seq=8192", "--gbs=1"]
 
 
 def suggest(*arguments: str) -> list[str]:
