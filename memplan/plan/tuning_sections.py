@@ -162,7 +162,7 @@ class Kernels(FrameworkSection):
     delta: Literal["eager", "fla"] | None = Field(
         None,
         description="gated delta nets of Qwen3-Next and Qwen 3.5: fla (flash-linear-attention and causal-conv1d, which "
-        "transformers takes where both are installed), or eager (its own operators, to which it falls back with a "
-        "warning, and which need far more memory); default: fla",
+        "transformers takes where both are installed); default: eager, its own operators, to which it falls back with "
+        "a warning",
         json_schema_extra={"flag": "--delta-kernel"},
     )

@@ -28,6 +28,7 @@ from memplan.frameworks.deepspeed.buckets import ReducingBucket
 from memplan.frameworks.deepspeed.config import Zero, check_zero
 from memplan.frameworks.deepspeed.states import Group, groups, shard, sub_groups
 from memplan.frameworks.plain.hooked import Model
+from memplan.frameworks.plain.programs import kernels_of
 from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Options, Parameter
 from memplan.layers.tuning import Adapters, Tuning
@@ -38,6 +39,7 @@ from memplan.plan.plan import Batch, Hardware, Layout, Loss, Optimizer, Plan, Pr
 from memplan.plan.read import read_plan
 from memplan.plan.spec import ModelSpec
 from memplan.plan.text import parse_yaml
+from memplan.plan.tuning_sections import Kernels as KernelsNamed
 from memplan.plan.tuning_sections import Lora
 from memplan.tape.events import Category, Drop, Hold, Tape
 from memplan.tape.program import fold_program
@@ -154,6 +156,7 @@ def plan_of(case: Case) -> ResolvedPlan:
         loss=Loss(kind="plain"),
         lora=Lora(rank=ADAPTER_RANK, targets=tuple(case.lora.split(",")), dtype="fp32") if case.lora else Lora(),
         trainer=TRAINERS[case.trainer],
+        kernels=KernelsNamed(delta="fla") if spec_of(case.family).linear_interval else KernelsNamed(),
     )
     return ResolvedPlan.model_construct(**dict(plan))
 
@@ -163,7 +166,7 @@ def model_of(name: str) -> Model:
     case = CASES[name]
     spec = spec_of(case.family)
     shape = LayerShape(spec, 2, 32, case.dtype, False)
-    options = replace(OPTIONS, tuning=tuning_of(case))
+    options = replace(OPTIONS, tuning=tuning_of(case), kernels=kernels_of(plan_of(case)))
     return deepspeed.model_of(shape, spec.layers, options, case.stage, case.recompute)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,8 @@ FAMILIES = {
     "olmo3": "olmo-3-7b",
     "starcoder2": "starcoder2-3b",
 }
-UNTRACED = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
-"""Families whose kernels a trace does not run."""
+DELTA = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
+"""Families with gated delta nets, which a trace runs by transformers' own operators alone, in 16 bits."""
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
 
@@ -84,7 +85,7 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= {"shared-expert-ffn": "48"}
     if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0
         sizes |= {"embedding-dropout": "0.0"}
-    return {"model": (FAMILIES | UNTRACED)[family], **sizes}
+    return {"model": (FAMILIES | DELTA)[family], **sizes}
 
 
 def targets_of(family: str) -> dict[str, str]:
@@ -119,6 +120,10 @@ CASES = [
     if family in EVERYWHERE or turn % 2 == at % 2
     if flags["attention"] == "eager" or not family_of(family).no_flash
     if "recompute" not in flags or not family_of(family).returns_weights
+]
+CASES += [
+    pytest.param(family, setting, marks=[] if (family, setting) == ("qwen3_5", "flash") else [pytest.mark.slow])
+    for family, setting in product(DELTA, ("flash", "recomputed"))
 ]
 
 
