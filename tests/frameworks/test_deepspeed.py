@@ -338,7 +338,8 @@ def test_the_whole_iteration(name: str) -> None:
     """Static bytes, and the peak of an iteration on the rank that needs most. The engine's host is its device."""
     case = CASES[name]
     zero = zero_of(case)
-    (program,) = deepspeed.programs(plan_of(case), OPTIONS, zero)
+    options = replace(OPTIONS, kernels=kernels_of(plan_of(case)))
+    (program,) = deepspeed.programs(plan_of(case), options, zero)
     folded = fold_program(program)
     fullest = max(GOLDEN[name], key=lambda record: record["peak"])
     host = deepspeed.host_bytes(plan_of(case), zero)[0]
