@@ -67,8 +67,8 @@ FAMILIES = {
 DELTA = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
 """Families with gated delta nets, which a trace runs by transformers' own operators alone, in 16 bits."""
 LAID_OUT = 2 * 64 * 32 * 2
-"""Bytes of a copy of the rates' gradients, 2 x 64 tokens of 32 heads, which ``softplus_backward`` gives token by token on
-fake tensors and, like all operators of their kind, as they arrive elsewhere. There the convolution's weight has its
+"""Bytes of a copy of the rates' gradients, 2 x 64 tokens of 32 heads, which ``softplus_backward`` gives token by token
+on fake tensors and, like all operators of their kind, as they arrive elsewhere. There the convolution's weight has its
 gradient behind that of the input, too, and variables end in an order of Python's own: no order is compared."""
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
