@@ -12,7 +12,7 @@ from .plan.lora import saved
 from .plan.plan import ResolvedPlan
 from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown, unmasked_scores
 from .plan.traced_spec import TracedSpec
-from .tuning_notices import of_kernels, of_tuning
+from .tuning_notices import of_delta_nets, of_kernels, of_tuning
 
 COMMON = (
     "figures are for the most loaded rank of each stage, in steady state: after the first applied optimizer step",
@@ -55,7 +55,7 @@ def plain(plan: ResolvedPlan) -> tuple[str, ...]:
 
         compiled_as = framework(plan.framework).supports.compiled_as
         return (PLAIN[0], *assumptions("regions" if plan.compile_regions else compiled_as), *PLAIN[2:])
-    own = (*PLAIN, *family(plan.model.family).assumptions)
+    own = (*PLAIN, *family(plan.model.family).assumptions, *of_delta_nets(plan))
     if not plan.versions:
         return own
     followed = ", ".join(f"{library} {'.'.join(map(str, release(plan, library)))}" for library in plan.versions)

@@ -33,6 +33,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
             _whole_experts,
             _scores,
             _masks,
+            _delta_operators,
             _padding,
             _traced_masks,
             framework(plan.framework).notices,
@@ -121,6 +122,29 @@ def _with_backward(programs: Sequence[Program]) -> set[int]:
     spans = (span for program in programs for span in program.spans if span.module.first.backward)
     names = (name for span in spans for name in span.names)
     return {int(name.removeprefix("layer.")) for name in names if name.startswith("layer.")}
+
+
+def _delta_operators(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Gated delta nets without their kernels, which keep products of tokens in fp32."""
+    spec = plan.model
+    if isinstance(spec, TracedSpec) or not framework(plan.framework).runs_transformers(plan):
+        return
+    layers = sum(spec.is_linear(layer) for layer in range(spec.layers))
+    if not layers or plan.kernels.delta == "fla":
+        return
+    chunks = (plan.batch.mbs, spec.linear_value_heads, -(-plan.batch.seq // DELTA_CHUNK))
+    size = 5 * hold_bytes((*chunks, DELTA_CHUNK, DELTA_CHUNK), "fp32")
+    kept = layers if plan.recompute.mode == "none" else 1
+    yield Notice(
+        "delta-operators",
+        f"the gated delta nets of {layers} layers run transformers' own operators, as they do without "
+        "flash-linear-attention and causal-conv1d: far slower, and of what is kept for backward at once, products of "
+        f"tokens in fp32 alone are {kept * size / GIB:.2f} GiB; if both packages are installed, say --delta-kernel fla",
+    )
+
+
+DELTA_CHUNK = 64
+"""Tokens of which ``torch_chunk_gated_delta_rule`` makes products; it keeps five for each head."""
 
 
 def _padding(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:

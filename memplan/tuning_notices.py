@@ -104,6 +104,21 @@ def of_kernels(plan: ResolvedPlan) -> tuple[str, ...]:
     return tuple(result)
 
 
+def of_delta_nets(plan: ResolvedPlan) -> tuple[str, ...]:
+    """Assumptions of gated delta nets where transformers' layers run."""
+    if not plan.model.linear_interval:
+        return ()
+    if plan.kernels.delta == "fla":
+        return (
+            "gated delta nets run the kernels of flash-linear-attention 0.5 (chunk_gated_delta_rule) and causal-conv1d "
+            "1.6 (causal_conv1d_fn), which transformers takes where both are installed",
+        )
+    return (
+        "gated delta nets run transformers' own operators (torch_chunk_gated_delta_rule, causal_conv1d_fn), as it does "
+        "where flash-linear-attention and causal-conv1d are not installed (--delta-kernel fla: where both are)",
+    )
+
+
 _WHOSE = {"liger": "Liger 0.8's kernels", "unsloth": "fms-acceleration's kernels of Unsloth"}
 _PIECES = {
     "norm": "RMSNorm",

@@ -82,6 +82,10 @@ QWEN3_5 = replace(
     layer=layer,
     embedding=embedding,
     tables_of_each=True,
+    assumptions=(
+        "the text part alone: no images, no vision tower, and no layers that predict further tokens, whose weights "
+        "transformers' text model leaves out (_keys_to_ignore_on_load_unexpected)",
+    ),
     linear_layers={**LLAMA_FAMILY.linear_layers, **OF_NET},
     registered=(*REGISTERED, "delta_norm", *OF_NET, *REST),
     config=Config(

@@ -135,11 +135,6 @@ GATED_DELTA = replace(
     since=LIBRARIES["transformers"].newest,
     no_zero3="a net reads its convolution's weight outside of that module, where ZeRO-3 gathers it",
     submodules={**SUBMODULES, "layer": replace(SUBMODULES["layer"], own=("numbers",))},
-    assumptions=(
-        "gated delta nets run the kernels of flash-linear-attention 0.5 (chunk_gated_delta_rule) and causal-conv1d 1.6 "
-        "(causal_conv1d_fn), which transformers takes where both are installed; its own operators, which it falls back "
-        "to with a warning, need more memory, and are not modelled",
-    ),
 )
 """Of both families."""
 

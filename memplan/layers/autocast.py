@@ -29,6 +29,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "linear": Policy.LOWER,
         "addmm": Policy.LOWER,
         "matmul": Policy.LOWER,
+        "conv1d": Policy.LOWER,
         "scaled_dot_product_attention": Policy.LOWER,
         "layer_norm": Policy.FP32,
         "nll_loss": Policy.FP32,

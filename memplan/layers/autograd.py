@@ -408,6 +408,7 @@ class Recorder(Counting):
             node.saved = ()
             node.backward = nothing
             node.frame = None
+            added: list[Tensor] = []  # what was added to another lives as long as the node's other gradients
             for edge in node.inputs:
                 produced_one = produced.pop()
                 if edge is None:
@@ -421,13 +422,15 @@ class Recorder(Counting):
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if produced_one is not None:
                     self._arrive(buffer, slot, produced_one, target)
+                    if buffer[slot] is not produced_one:
+                        added.append(produced_one)
                 del produced_one
                 waiting[target] -= 1
                 if not waiting[target]:
                     pushed += 1
                     heapq.heappush(ready, (-target.sequence, pushed, target))
                 del target, buffer
-            del node, returned, produced, edge
+            del node, returned, produced, edge, added
         self.pool, self.prefix = outer
 
     def _summed(self, returned: list[Tensor | Unsummed | None], node: Node) -> Gradients:

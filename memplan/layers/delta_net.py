@@ -1,6 +1,7 @@
 """Qwen3-Next's and Qwen 3.5's layers as transformers writes them (``models/qwen3_next/modeling_qwen3_next.py``,
-``models/qwen3_5/modeling_qwen3_5.py``): gated delta nets over the kernels of flash-linear-attention and causal_conv1d,
-which ``use_kernel_func_from_hub_with_fallback`` takes where they are installed, and attention with a gate.
+``models/qwen3_5/modeling_qwen3_5.py``): gated delta nets over PyTorch's operators, or over the kernels of
+flash-linear-attention and causal_conv1d, which ``use_kernel_func_from_hub_with_fallback`` takes where they are
+installed, and attention with a gate.
 
 Variables of functions live until these return, and so do those here. Shapes: b micro-batch, s tokens, h hidden, a heads
 of d features, g heads of keys; of a delta net m channels of the convolution, v heads of e features of values.
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import field
 
 from ..values import dataclass
-from . import gated_delta, ops
+from . import delta_operators, gated_delta, ops
 from .autograd import Recorder, Shape, Tensor
 from .gated_delta import Sizes
 from .gradients import viewed
@@ -52,10 +53,20 @@ def sizes_of(shape: LayerShape) -> Sizes:
     return Sizes(shape.b, shape.s, *heads, *features, spec.linear_conv_kernel)
 
 
+def fused(r: Recorder) -> bool:
+    """Whether flash-linear-attention and causal_conv1d are there."""
+    return r.kernels is not None and r.kernels.delta
+
+
 def each_projected(r: Recorder, x: Tensor, at: Sizes) -> Projected:
-    """The four projections of ``Qwen3_5GatedDeltaNet.forward``."""
-    sizes = {"delta_qkv": at.m, "delta_gate": at.v * at.e, "delta_b": at.v, "delta_a": at.v}
-    channels, gate, b, a = (linear(r, x, name, size, False) for name, size in sizes.items())
+    """The four projections of ``Qwen3_5GatedDeltaNet.forward``. PyTorch's operators give gradients of the first channel
+    by channel, of the last two head by head; on fake tensors ``softplus_backward`` has laid out those of the last."""
+    several = not fused(r) and at.b > 1
+    by_head = several and at.v > 1
+    channels = linear(r, x, "delta_qkv", at.m, False, strided=several)
+    gate = linear(r, x, "delta_gate", at.v * at.e, False)
+    b = linear(r, x, "delta_b", at.v, False, strided=by_head)
+    a = linear(r, x, "delta_a", at.v, False, strided=by_head and r.accumulates_in_place)
     return Projected(channels, gate.view(*at.values), b, a)
 
 
@@ -81,7 +92,7 @@ def projected_together(r: Recorder, x: Tensor, at: Sizes) -> Projected:
     channels = r.empty(at.channels, q.dtype, "channels").by(r.node((q, k, v), (), viewed(q, k, v)))
     numbers_of = b.view(*at.heads), a.view(*at.heads)
     parts = each > 1 and at.k == 1
-    return Projected(channels, gate.view(*at.values), *numbers_of, [q, k, v], [wide, narrow], parts)
+    return Projected(channels, gate.view(*at.values), *numbers_of, [q, k, v], [wide, narrow], parts_gate=parts)
 
 
 def delta_net(r: Recorder, x: Tensor, shape: LayerShape, projecting: Projecting) -> Tensor:
@@ -90,14 +101,18 @@ def delta_net(r: Recorder, x: Tensor, shape: LayerShape, projecting: Projecting)
     bias, log = (r.parameter(f"{NUMBERS}.{name}", (at.v,), dtype) for name in ("dt_bias", "A_log"))
     made = projecting(r, x, at)
     weight = r.parameter(f"{CONVOLUTION}.weight", (at.m, 1, at.kernel), dtype)
-    made.channels = gated_delta.channels_convolution(r, made.channels, weight, at)
+    convolution = gated_delta.channels_convolution if fused(r) else delta_operators.convolution
+    made.channels = convolution(r, made.channels, weight, at)
     made.until_split.clear()
     keys = (at.b, at.s, at.k * at.d)
     q, k, v = ops.split(r, made.channels, [keys, keys, (at.b, at.s, at.v * at.e)], "channels")
     q, k, v = q.view(*at.groups), k.view(*at.groups), v.view(*at.values)
+    if not fused(r):
+        q, k, v = delta_operators.gradients_laid_out(r, q, k, v, at)
     beta = ops.elementwise(r, "beta", (made.steps,), saves_output=True)
     decay = gated_delta.decay(r, made.rates, log, bias)
-    out = gated_delta.rule_of_normed(r, [q, k, v, decay, beta], at, strided=True)
+    read = [q, k, v, decay, beta]
+    out = gated_delta.rule_of_normed(r, read, at, strided=True) if fused(r) else delta_operators.rule(r, read, at)
     if made.parts_gate:
         made.gate = ops.contiguous(r, made.gate, at.values, "delta_gate_laid_out")
     out = gated_norm(r, out, made.gate)

@@ -162,3 +162,5 @@ class Kernels:
     norm: Norm | None = None
     rope: Rope | None = None
     gated: Gated | None = None
+    delta: bool = False
+    """Gated delta nets run those of flash-linear-attention and causal-conv1d."""

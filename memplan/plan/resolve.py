@@ -89,12 +89,52 @@ def check_kernels(plan: ResolvedPlan) -> None:
             allowed = " or ".join(("eager", *own.kernels))
             why = "others are not modelled for its layers" if own.kernels else "no kernels are modelled for its layers"
             raise plan.wrong(f"kernels.{name}", f"must be {allowed} for family {own.name}: {why}")
+    _check_delta(plan)
     if plan.kernels.lora == "unsloth" and (plan.lora.rank is None or plan.quantisation.kind == "none"):
         raise plan.wrong(
             "kernels.lora", "must be eager without adapters on 4-bit weights, which Unsloth's functions are for"
         )
     if plan.kernels.lora == "unsloth":
         _check_functions(plan)
+
+
+def _check_delta(plan: ResolvedPlan) -> None:
+    """Gated delta nets without flash-linear-attention and causal-conv1d, where what runs inside depends on more."""
+    spec, given, fla = plan.model, plan.kernels.delta, "must be fla (with flash-linear-attention and causal-conv1d) "
+    channels = 2 * spec.linear_key_heads * spec.linear_key_head_dim
+    channels += spec.linear_value_heads * spec.linear_value_head_dim
+    elements = plan.batch.mbs * plan.batch.seq * channels
+    runs = spec.linear_interval > 0 and framework(plan.framework).runs_transformers(plan)
+    eager = runs and given != "fla"
+    plan.refuse(
+        (
+            "kernels.delta",
+            given is not None and not runs,
+            f"must be left out: transformers' code of {spec.name} has no gated delta nets, or does not run",
+        ),
+        (
+            "kernels.delta",
+            eager and plan.precision.dtype == "fp16",
+            f"{fla}in fp16, where cuDNN runs the convolution of transformers' own operators: nobody has published what "
+            "it takes inside",
+        ),
+        (
+            "kernels.delta",
+            eager and plan.precision.dtype == "fp32",
+            f"{fla}in fp32 without autocast: transformers' own operators are modelled in bf16 and under autocast",
+        ),
+        (
+            "kernels.delta",
+            eager and elements >= LONGEST_CONVOLVED,
+            f"{fla}with {elements:,} elements under the convolution: from {LONGEST_CONVOLVED:,} on cuDNN runs that of "
+            "transformers' own operators, and nobody has published what it takes inside",
+        ),
+    )
+
+
+LONGEST_CONVOLVED = 2**31 - 1
+"""Elements from which PyTorch's own kernel convolves no more (``Convolution.cpp``, ``use_cudnn_depthwise``;
+``canUse32BitIndexMath``)."""
 
 
 def _check_functions(plan: ResolvedPlan) -> None:

@@ -133,7 +133,8 @@ Piece = Literal["eager", "liger", "unsloth"]
 
 
 class Kernels(FrameworkSection):
-    """Kernels that take the place of transformers' Python operators: Liger's, or Unsloth's in fms-acceleration."""
+    """Kernels that take the place of transformers' Python operators: Liger's, Unsloth's in fms-acceleration, or those
+    of flash-linear-attention."""
 
     shorthand = "set"
 
@@ -157,4 +158,11 @@ class Kernels(FrameworkSection):
         description="LoRA's layers: peft's, or Unsloth's one function for queries, keys and values, one for the "
         "attention's output, one for the MLP (fused_lora); default: the set's, on 4-bit weights",
         json_schema_extra={"flag": "--lora-kernel"},
+    )
+    delta: Literal["eager", "fla"] | None = Field(
+        None,
+        description="gated delta nets of Qwen3-Next and Qwen 3.5: fla (flash-linear-attention and causal-conv1d, which "
+        "transformers takes where both are installed); default: eager, its own operators, to which it falls back with "
+        "a warning",
+        json_schema_extra={"flag": "--delta-kernel"},
     )

@@ -417,18 +417,14 @@ def _check_code(plan: ResolvedPlan) -> None:
             problem += f"; --seq {plan.model.sliding_window - 1} is below the sliding window"
         raise plan.wrong("attention", problem)
     for name, value in plan.kernels.changed():
+        if value == "eager":
+            continue
         raise PlanError(f"kernels.{name}", value, "must be left out: Triton's kernels need a GPU")
     plan.refuse(
         (
             "quantisation.kind",
             plan.quantisation.kind not in ("none", "nf4", "fp4"),
             "must be nf4 or fp4 in a trace: the kernels of other weights need a GPU",
-        ),
-        (
-            "model.linear_interval",
-            plan.model.linear_interval,
-            "must be left out: gated delta nets run kernels of flash-linear-attention and causal-conv1d, which memplan "
-            "runs neither in a trace nor in a validation",
         ),
         ("trainer.loop", plan.trainer.kind.own_loss, "must be none or transformers in a trace, which runs no trl"),
         ("model.labels", plan.model.labels, "must be left out in a trace, which runs language models"),

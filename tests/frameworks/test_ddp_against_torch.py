@@ -65,6 +65,8 @@ def plan_of(name: str) -> Plan:
         flags |= {"optimizer": "sgd", "momentum": 0.9}
     if case.zero is not None:
         flags["zero"] = 1
+    if hasattr(config, "linear_num_value_heads"):
+        flags["delta-kernel"] = "fla"
     with TemporaryDirectory() as folder:
         config.to_json_file(Path(folder) / "config.json", use_diff=False)
         flags["model"] = folder

@@ -25,6 +25,7 @@ from memplan.frameworks.deepspeed.buckets import ReducingBucket
 from memplan.frameworks.deepspeed.config import Zero, check_zero
 from memplan.frameworks.deepspeed.states import Group, groups, shard, sub_groups
 from memplan.frameworks.plain.hooked import Model
+from memplan.frameworks.plain.programs import kernels_of
 from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Options, Parameter
 from memplan.layers.tuning import Adapters, Tuning
@@ -35,7 +36,7 @@ from memplan.plan.plan import Batch, Hardware, Layout, Loss, Optimizer, Plan, Pr
 from memplan.plan.read import read_plan
 from memplan.plan.spec import ModelSpec
 from memplan.plan.text import parse_yaml
-from memplan.plan.tuning_sections import Lora
+from memplan.plan.tuning_sections import Kernels as KernelsNamed, Lora
 from memplan.tape.events import Category, Drop, Hold, Tape
 from memplan.tape.program import fold_program
 
@@ -150,6 +151,7 @@ def plan_of(case: Case) -> ResolvedPlan:
         loss=Loss(kind="plain"),
         lora=Lora(rank=ADAPTER_RANK, targets=tuple(case.lora.split(",")), dtype="fp32") if case.lora else Lora(),
         trainer=TRAINERS[case.trainer],
+        kernels=KernelsNamed(delta="fla") if spec_of(case.family).linear_interval else KernelsNamed(),
     )
     return ResolvedPlan.model_construct(**dict(plan))
 
@@ -159,7 +161,7 @@ def model_of(name: str) -> Model:
     case = CASES[name]
     spec = spec_of(case.family)
     shape = LayerShape(spec, 2, 32, case.dtype, False)
-    options = replace(OPTIONS, tuning=tuning_of(case))
+    options = replace(OPTIONS, tuning=tuning_of(case), kernels=kernels_of(plan_of(case)))
     return deepspeed.model_of(shape, spec.layers, options, case.stage, case.recompute)
 
 
@@ -331,7 +333,8 @@ def test_the_whole_iteration(name: str) -> None:
     """Static bytes, and the peak of an iteration on the rank that needs most. The engine's host is its device."""
     case = CASES[name]
     zero = zero_of(case)
-    _, program = deepspeed.fullest(plan_of(case), OPTIONS, zero)
+    options = replace(OPTIONS, kernels=kernels_of(plan_of(case)))
+    _, program = deepspeed.fullest(plan_of(case), options, zero)
     folded = fold_program(program)
     fullest = max(GOLDEN[name], key=lambda record: record["peak"])
     host = deepspeed.host_bytes(plan_of(case), zero)[0]

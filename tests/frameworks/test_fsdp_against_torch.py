@@ -25,6 +25,7 @@ from memplan.tape.events import ROUND, rounded
 from memplan.tape.program import Program, fold_program, static
 
 from ..layers.test_against_transformers import (
+    LINEAR,
     MODELS,
     Event,
     config_of,
@@ -231,6 +232,7 @@ def planned(case: Case, folder: Path) -> tuple[Plan, Sharding]:
     compute = given.param_dtype or given.original
     flags = {"model": str(folder), "framework": "single", "dtype": compute, "mbs": str(case.b), "seq": str(case.s)}
     flags |= {"attention": case.attention, "recompute": case.recompute, "optimizer": "adamw"}
+    flags |= {"delta-kernel": "fla"} if case.model in LINEAR else {}
     plan = resolve(read_plan(None, flags).plan)
     gbs = case.b * given.shards * given.replicas * len(given.synced)
     layout = plan.layout.model_copy(update={"dp": given.shards * given.replicas})

@@ -7,7 +7,7 @@ The trace and the tapes are equal event by event, size by size, but for differen
 * the two gradients of a tied weight are summed in place on a GPU, out of place on fake tensors;
 * where several tensors end at once, with nothing held in between, their order is that of a frame's variables
   in one and of a module's list in the other. Within a layer the order is compared, too, but of gated delta nets, whose
-  kernels are stand-ins.
+  kernels are stand-ins, or run without, transformers' own operators: variables of two functions end there.
 """
 
 from __future__ import annotations
@@ -237,9 +237,19 @@ class Case:
     recompute: str
     labels: int = 0
     padded: bool = False
+    eager: bool = False
+    """Gated delta nets run transformers' own operators, without flash-linear-attention and causal-conv1d."""
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """Which of the two a plan is told."""
+        linear = "linear_num_value_heads" in EVERY[self.model][1]
+        return {"delta-kernel": "eager" if self.eager else "fla"} if linear else {}
 
     def __str__(self) -> str:
-        classifies = f"-labels-{self.labels}" if self.labels else "-padded" if self.padded else ""
+        classifies = (
+            f"-labels-{self.labels}" if self.labels else "-padded" if self.padded else "-own" if self.eager else ""
+        )
         return f"{self.model}-{self.b}x{self.s}-{self.dtype}-{self.attention}-recompute-{self.recompute}{classifies}"
 
 
@@ -297,7 +307,16 @@ PADDED = [
     if setting[1] == "eager" or not family_of(EVERY[model][0]).no_flash
 ]
 """Batches with padding, whose masks are in every layer, of all families that are modelled with it."""
-CASES = [*cases(IN_EVERY_SHAPE), *CLASSIFIERS, *WITH_MASKS, *PADDED]
+LINEAR = tuple(name for name, (_, settings) in MODELS.items() if "linear_num_value_heads" in settings)
+OWN = [
+    Case(model, *(*SHAPES, (1, 100))[(at + turn) % 4], "bf16", attention, recompute, eager=True)
+    for at, model in enumerate(LINEAR)
+    for turn, (attention, recompute) in enumerate(
+        (("flash", "none"), ("eager", "full"), ("flash", "full"), ("eager", "none"))
+    )
+]
+"""Gated delta nets without their packages, in every shape with one chunk or several, whole or padded."""
+CASES = [*cases(IN_EVERY_SHAPE), *CLASSIFIERS, *WITH_MASKS, *PADDED, *OWN]
 IN_EACH_SHAPE = ("gpt2", "llama")
 EACH_TIME: frozenset[Case] = frozenset(
     case
@@ -307,6 +326,7 @@ EACH_TIME: frozenset[Case] = frozenset(
     == bool((list(MODELS).index(case.model) + MODES.index((case.dtype, case.attention))) % 2)
     or family_of(MODELS[case.model][0]).returns_weights
 )
+EACH_TIME |= {case for at, case in enumerate(OWN) if at % 5 == 0}
 EACH_TIME |= {case for case in CLASSIFIERS if case.model in ("llama", "bert")}
 EACH_TIME |= {case for at, case in enumerate(WITH_MASKS) if at % 12 in (0, 9)}
 OFTEN_PADDED = ("gpt2", "llama", "mistral-masked", "qwen3", "phi3", "gemma3_text")
@@ -390,6 +410,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
         "optimizer": "adamw",
         "labels": str(case.labels),
         "padding": str(case.padded).lower(),
+        **case.flags,
     }
     plan = resolve(read_plan(None, flags).plan)
     (program,) = plain.programs(plan, Options(accumulates_in_place=False))
@@ -404,6 +425,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False) -> Compared:
         accumulates=accumulates,
         labels=case.labels,
         padded=case.padded,
+        delta_kernels=not case.eager,
     )
     beside = 2 if case.labels and plan.model.token_types else 1
     linear = plan.model.is_linear(LAYERS // 2)

@@ -90,13 +90,20 @@ CLASSIFIERS = [
     Case("bert", 2, 64, "bf16", "flash", "none", labels=3),
     Case("bert", 3, 37, "bf16", "eager", "full", labels=1),
 ]
-CASES += [*CLASSIFIERS, Case("gemma3_text-masked", 3, 37, "bf16", "flash", "none")]
+OWN = [
+    Case("qwen3_5", 2, 128, "bf16", "flash", "none", eager=True),
+    Case("qwen3_5-mha-biased-tied", 1, 64, "bf16", "flash", "full", eager=True),
+    Case("qwen3_next", 3, 37, "bf16", "flash", "full", eager=True),
+    Case("qwen3_next-one-key", 1, 100, "bf16", "eager", "none", eager=True),
+]
+CASES += [*CLASSIFIERS, *OWN, Case("gemma3_text-masked", 3, 37, "bf16", "flash", "none")]
 ONE_OF_EACH = {name for name, (family, _) in MODELS.items() if name == family}
 EACH_TIME = {
     case
     for at, case in enumerate(CASES)
     if case.model in ("gpt2", "llama")
     or case in CLASSIFIERS
+    or case in OWN[::3]
     or case.model not in ONE_OF_EACH
     or at % 2 == (case.recompute == "full")
 }
@@ -117,6 +124,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False, parameters: st
         "attention": case.attention,
         "recompute": case.recompute,
         "labels": str(case.labels),
+        **case.flags,
     }
     plan = resolve(read_plan(None, flags).plan)
     (program,) = plain.programs(plan, Options(accumulates_in_place=False))
@@ -131,6 +139,7 @@ def compared(case: Case, folder: Path, accumulates: bool = False, parameters: st
         accumulates=accumulates,
         autocast=case.dtype,
         labels=case.labels,
+        delta_kernels=not case.eager,
     )
     beside = 2 if case.labels and plan.model.token_types else 1
     return Compared(program, step, beside * rounded(8 * case.b * case.s))

@@ -55,6 +55,7 @@ class Case:
             "double-quantisation": str(self.double).lower(),
             "compute-dtype": self.compute,
             "kbit-preparation": str(self.prepared).lower(),
+            **({"delta-kernel": "fla"} if self.model == "qwen3_5" else {}),
         }
 
 

@@ -148,7 +148,19 @@ def chunk_gated_delta_rule(
     return _Rule.apply(q, k, v, g, beta), None  # type: ignore[no-untyped-call]
 
 
+_OWN: dict[str, dict[str, Any]] = {}
+"""What modules had before."""
+
+
 def install(model: torch.nn.Module) -> None:
-    """Both packages are there for the code of ``model``, from now on."""
+    """Both packages are there for the code of ``model``, from now on;"""
     module = sys.modules[type(model).__module__]
-    vars(module).update(causal_conv1d_fn=causal_conv1d_fn, torch_chunk_gated_delta_rule=chunk_gated_delta_rule)
+    instead = {"causal_conv1d_fn": causal_conv1d_fn, "torch_chunk_gated_delta_rule": chunk_gated_delta_rule}
+    _OWN.setdefault(module.__name__, {name: vars(module)[name] for name in instead})
+    vars(module).update(instead)
+
+
+def remove(model: torch.nn.Module) -> None:
+    """and no longer."""
+    module = sys.modules[type(model).__module__]
+    vars(module).update(_OWN.get(module.__name__, {}))

@@ -53,17 +53,19 @@ def traced_step(
     autocast: str | None = None,
     labels: int = 0,
     padded: bool = False,
+    delta_kernels: bool = True,
 ) -> Step:
     """Traces ``ForCausalLM`` (``ForMaskedLM`` for BERT) of ``config`` on ids (b, s), with AdamW (foreach); with
     ``labels``, ``ForSequenceClassification`` and one label of each sequence.
 
     ``flash`` is transformers' ``sdpa``. With ``accumulates`` an earlier micro-batch has left gradients. ``autocast`` is
     the dtype of one around the model's call. ``padded`` hands the model an attention mask (b, s) with zeros.
+    ``delta_kernels``: gated delta nets run their packages' kernels.
     """
     steps: list[Step] = []
 
     def body(trace: Trace, follow: Follow) -> None:
-        model = _model(config, dtype, "sdpa" if flash else "eager", labels)
+        model = _model(config, dtype, "sdpa" if flash else "eager", labels, delta_kernels)
         if recompute:
             model.activation_checkpointing_enable()
         parameters = list(model.parameters())
@@ -152,7 +154,9 @@ def _with_zeros() -> Iterator[None]:
         yield
 
 
-def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str, labels: int = 0) -> Any:
+def _model(
+    config: transformers.PreTrainedConfig, dtype: str, attention: str, labels: int = 0, kernels: bool = True
+) -> Any:
     auto: Any = transformers.AutoModelForMaskedLM if config.model_type == "bert" else transformers.AutoModelForCausalLM
     if labels:
         auto = transformers.AutoModelForSequenceClassification
@@ -161,7 +165,7 @@ def _model(config: transformers.PreTrainedConfig, dtype: str, attention: str, la
         model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
     model.tie_weights()
     if hasattr(config, "linear_num_value_heads"):
-        delta_kernels.install(model)
+        (delta_kernels.install if kernels else delta_kernels.remove)(model)
     model.config.use_cache = False
     return model.train()
 

@@ -37,7 +37,7 @@ def traced_tuned_step(
     steps: list[Step] = []
 
     def body(trace: Trace, follow: Follow) -> None:
-        model = _model(config, dtype, "sdpa" if flash else "eager", labels)
+        model = _model(config, dtype, "sdpa" if flash else "eager", labels, kernels=False)
         if recompute:
             model.activation_checkpointing_enable()
         model = tune(model).train()

@@ -20,7 +20,7 @@ from ..frameworks.test_ddp_against_torch import CASES, GOLDEN, TIED, plan_of, wi
 from ..oracle.ddp import RANKS
 from ..oracle.deepspeed import summary
 from .equality import assert_equal
-from .test_step import FAMILIES, UNTRACED, WITHOUT_RECIPE, model_flags, of
+from .test_step import DELTA, FAMILIES, WITHOUT_RECIPE, model_flags, of
 
 REPLICATED = {"framework": "ddp", "gpus": "4"}
 ACCUMULATING = {"dtype": "fp32", "attention": "eager", "gbs": "16"}
@@ -120,7 +120,7 @@ def of_case(name: str, rank: int) -> Traced:
     [
         pytest.param(name, rank, marks=[] if at % RANKS == rank else [pytest.mark.slow])
         for at, name in enumerate(CASES)
-        if CASES[name].family.removesuffix("_text") not in UNTRACED
+        if CASES[name].family.removesuffix("_text") not in DELTA
         for rank in range(RANKS)
     ],
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,12 @@ FAMILIES = {
     "olmo3": "olmo-3-7b",
     "starcoder2": "starcoder2-3b",
 }
-UNTRACED = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
-"""Families whose kernels a trace does not run."""
+DELTA = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
+"""Families with gated delta nets, which a trace runs by transformers' own operators alone, in 16 bits."""
+LAID_OUT = 2 * 64 * 32 * 2
+"""Bytes of a copy of the rates' gradients, 2 x 64 tokens of 32 heads, which ``softplus_backward`` gives token by token
+on fake tensors and, like all operators of their kind, as they arrive elsewhere. There the convolution's weight has its
+gradient behind that of the input, too, and variables end in an order of Python's own: no order is compared."""
 SCALARS = 1024
 """Bytes of the loss and of its gradient, which end in a caller's frame."""
 
@@ -84,7 +90,7 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= {"shared-expert-ffn": "48"}
     if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0
         sizes |= {"embedding-dropout": "0.0"}
-    return {"model": (FAMILIES | UNTRACED)[family], **sizes}
+    return {"model": (FAMILIES | DELTA)[family], **sizes}
 
 
 def targets_of(family: str) -> dict[str, str]:
@@ -120,6 +126,10 @@ CASES = [
     if flags["attention"] == "eager" or not family_of(family).no_flash
     if "recompute" not in flags or not family_of(family).returns_weights
 ]
+CASES += [
+    pytest.param(family, setting, marks=[] if (family, setting) == ("qwen3_5", "flash") else [pytest.mark.slow])
+    for family, setting in product(DELTA, ("flash", "recomputed"))
+]
 
 
 @pytest.mark.parametrize(("family", "setting"), CASES)
@@ -134,7 +144,12 @@ def test_trace_equals_estimate(family: str, setting: str) -> None:
         tapes = module.steady if microbatch else module.first
         for phase, tape in ((FORWARD, tapes.forward), (BACKWARD, tapes.backward)):
             found, expected = sizes(traced.events("layer.1", phase, microbatch)), sizes(tape)
-            assert sorted(found) == sorted(expected)
+            lacking = Counter(expected) - Counter(found)
+            assert not Counter(found) - Counter(expected)
+            if family in DELTA:
+                assert set(map(abs, lacking)) <= {LAID_OUT}
+                continue
+            assert not lacking
             assert found == expected or (microbatch and phase == BACKWARD)
     assert comparison.furthest <= SCALARS
     layers = [row for row in comparison.rows if row.entry not in (EMBEDDING, HEAD)]

@@ -203,6 +203,7 @@ def kernels_of(plan: ResolvedPlan) -> Kernels | None:
         norm={"liger": RmsNorm(processors), "unsloth": RmsNorm()}.get(given.norm or ""),
         rope={"liger": LIGER_ROPE, "unsloth": UNSLOTH_ROPE}.get(given.rope or ""),
         gated={"liger": liger_swiglu}.get(given.mlp or ""),
+        delta=given.delta == "fla",
     )
     return None if made == Kernels() else made
 
