@@ -122,6 +122,13 @@ def pytest_runtest_setup() -> None:
     gc.freeze()
 
 
+def pytest_runtest_teardown() -> None:
+    """A test that installed kernels of gated delta nets leaves transformers as it was."""
+    kernels = sys.modules.get("tests.oracle.delta_kernels")
+    if kernels is not None:
+        kernels.restore()
+
+
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces run in this process, which has imported torch: one of its own takes three seconds to."""

@@ -153,14 +153,15 @@ _OWN: dict[str, dict[str, Any]] = {}
 
 
 def install(model: torch.nn.Module) -> None:
-    """Both packages are there for the code of ``model``, from now on;"""
+    """Both packages are there for the code of ``model``, until ``restore``, which follows each test."""
     module = sys.modules[type(model).__module__]
     instead = {"causal_conv1d_fn": causal_conv1d_fn, "torch_chunk_gated_delta_rule": chunk_gated_delta_rule}
     _OWN.setdefault(module.__name__, {name: vars(module)[name] for name in instead})
     vars(module).update(instead)
 
 
-def remove(model: torch.nn.Module) -> None:
-    """and no longer."""
-    module = sys.modules[type(model).__module__]
-    vars(module).update(_OWN.get(module.__name__, {}))
+def restore() -> None:
+    """transformers' modules have their own operators again."""
+    while _OWN:
+        name, own = _OWN.popitem()
+        vars(sys.modules[name]).update(own)

@@ -165,7 +165,9 @@ def _model(
         model = auto.from_config(config, dtype=DTYPES[dtype], attn_implementation=attention)
     model.tie_weights()
     if hasattr(config, "linear_num_value_heads"):
-        (delta_kernels.install if kernels else delta_kernels.remove)(model)
+        delta_kernels.restore()
+        if kernels:
+            delta_kernels.install(model)
     model.config.use_cache = False
     return model.train()
 
