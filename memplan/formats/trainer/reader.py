@@ -36,7 +36,7 @@ from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
 from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
-from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys
+from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys, of_release
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -93,6 +93,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     loop = loop_of(starts or by_folder or (by_key and "sft"), written, asked)
     written = loop.with_defaults(written, asked)
     _refuse(written)
+    written = of_release(written, asked)
     written = as_loaded(written, loop, asked) if dialect is None else written
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
@@ -260,9 +261,12 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
 
 def _tell_padding(loop: Loop, reader: Reader) -> None:
     """Where the Trainer's loop is the engine's, whose plans do not say whose batches they are."""
-    batch, kernel = map(reader.building.items.get, ("batch.mbs", "attention"))
-    several = batch is not None and isinstance(batch.value, int) and batch.value > 1
-    sdpa = kernel is None or kernel.value == "sdpa"
+    items = map(reader.building.items.get, ("batch.mbs", "batch.seq", "attention", "recompute.mode"))
+    batch, length, kernel, mode = (None if one is None else one.value for one in items)
+    several = isinstance(batch, int) and batch > 1
+    sdpa = kernel is None or kernel == "sdpa"
+    if mode == "full" and several and isinstance(length, int) and 4 * batch * length**2 < 2**30:
+        return  # one mask for all layers, of less than half a gibibyte
     if several and sdpa and not loop.own_loss and not {"attention", "mbs", "padding"} & reader.context:
         reader.building.note(
             "padding",
