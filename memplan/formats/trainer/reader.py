@@ -260,14 +260,19 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
 
 
 def _tell_padding(loop: Loop, reader: Reader) -> None:
-    """Where the Trainer's loop is the engine's, whose plans do not say whose batches they are."""
-    items = map(reader.building.items.get, ("batch.mbs", "batch.seq", "attention", "recompute.mode"))
-    batch, length, kernel, mode = (None if one is None else one.value for one in items)
-    several = isinstance(batch, int) and batch > 1
-    sdpa = kernel is None or kernel == "sdpa"
-    if mode == "full" and several and isinstance(length, int) and 4 * batch * length**2 < 2**30:
-        return  # one mask for all layers, of less than half a gibibyte
-    if several and sdpa and not loop.own_loss and not {"attention", "mbs", "padding"} & reader.context:
+    """Where the Trainer's loop is the engine's, whose plans do not say whose batches they are; not where checkpoints
+    keep one mask, of less than half a gibibyte."""
+
+    def said(path: str) -> object:
+        node = reader.building.items.get(path)
+        return None if node is None else node.value
+
+    batch, length = said("batch.mbs"), said("batch.seq")
+    sdpa = said("attention") in (None, "sdpa")
+    if not isinstance(batch, int) or batch == 1 or not sdpa or loop.own_loss:
+        return
+    is_small = said("recompute.mode") == "full" and isinstance(length, int) and 4 * batch * length**2 < 2**30
+    if not (is_small or {"attention", "mbs", "padding"} & reader.context):
         reader.building.note(
             "padding",
             "sequences are taken to be full, as packing makes them: where those of a micro-batch are padded, sdpa is "
