@@ -31,7 +31,7 @@ from ..settings import Building, Keys, Reader, read_rows
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments, with_mappings
 from .examples import said_by
-from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .keys import LOADED_BY, NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
@@ -351,7 +351,7 @@ MEANT = {
 def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
-    named = known if dialect is None else (*dialect.KEYS, *known)
+    named = sorted({*known, *getattr(dialect, "KEYS", ())} - {LOADED_BY})
     told = {**NOTED, **getattr(dialect, "NOTED", {})}
     guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, named))
     wrong: list[PlanError] = []

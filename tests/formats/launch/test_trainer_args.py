@@ -195,6 +195,7 @@ def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
         ({"optim": "galore_adamw"}, "optim = galore_adamw"),
         ({"deepspeed": "no.json"}, "deepspeed = no.json: no such file"),
         ({"lerning_rate": 1e-5}, "lerning_rate = 1e-05: is no key that is read; did you mean learning_rate?"),
+        ({"model": "gpt2"}, "did you mean model_max_length or model_name_or_path?"),
         ({"fsdp": "hybrid_shard"}, "FULL_SHARD"),
         ({"fsdp": "full_shard", "fsdp_config": {"version": 3}}, "fsdp_version = 3: must be 1 or 2"),
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "TRANSFORMER_BASED_WRAP"),
