@@ -202,7 +202,7 @@ def answered(
         asked = _Asked(fixes, objective, top, known, report)
         found = _found(read, asked, _sought(read, asked)) if read.chosen_framework is None else None
         if found is None or (not found.best and _is_implied(read)):
-            read, found, offers = _of_all(read, asked)
+            read, found, offers = _of_all(_with_own_batch(read, is_needed=found is not None), asked)
     methods = methods_of(found.best[0]) if found.best else ()
     notes = tuple(Notice(note.code, note.message) for note in read.warnings)
     unsaid = {*kept_beside(flags, fixes), *(("framework",) if offers else ())}
@@ -214,20 +214,20 @@ def answered(
     )
 
 
-def _with_own_batch(read: ReadPlan) -> ReadPlan:
+def _with_own_batch(read: ReadPlan, *, is_needed: bool = False) -> ReadPlan:
     """``read`` with the global batch that its micro-batches make on its GPUs, as an estimate takes it, where it says
-    their size and no global batch."""
+    their size and no global batch; ``is_needed`` where it does not, too, as one process has searched without."""
     from ..plan.resolve import resolve
 
     batch, replicates = read.plan.batch, "dp" in framework(read.plan.framework).supports.sizes
     named = batch.gbs is not None or batch.accumulation is not None
-    if named or not replicates or "mbs" not in batch.model_fields_set:
+    if named or not (is_needed or (replicates and "mbs" in batch.model_fields_set)):
         return read
     try:
         gbs = resolve(read.plan).batch.gbs
     except PlanError:
         return read
-    told = Note("own-batch", f"no global batch was named: {gbs}, which the plan's micro-batches of {batch.mbs} make")
+    told = Note("own-batch", f"no global batch was named: {gbs}, which micro-batches of {batch.mbs} make")
     plan = read.plan.model_copy(update={"batch": batch.model_copy(update={"gbs": gbs})})
     return replace(read, plan=plan, warnings=(*read.warnings, told))
 

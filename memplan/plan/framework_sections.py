@@ -207,7 +207,7 @@ class Fsdp(FrameworkSection):
     reshard_root: bool = Field(
         False,
         description="also reshard embedding, final norm and head (transformers; Accelerate does up to 1.13; from 1.14 "
-        "on it stands for fsdp.ends_apart)",
+        "on it stands for fsdp.ends_apart), or torchtitan's norm and head (its policy always)",
     )
     parameters: Dtype = Field(
         "fp32", description="dtype of the shards", json_schema_extra={"flag": "--fsdp-parameters"}
@@ -269,7 +269,7 @@ class Fsdp(FrameworkSection):
     )
     ends_apart: bool = Field(
         False,
-        description="shard the embedding as one unit, and final norm with head as another (torchtitan after 2024; "
+        description="shard the embedding as one unit, and final norm with head as another (torchtitan from 0.2.0 on; "
         "Accelerate from 1.14 on)",
     )
     return_outputs: bool = Field(

@@ -137,6 +137,9 @@ WEIGHTS_ON_META: Version = (5, 23)
 """Under FSDP all ranks but the first leave parameters on the meta device (``modeling_utils.py``,
 ``_move_missing_keys_from_meta_to_device``); 5.22 and before made zeros, or nothing, on the CPU."""
 
+ARGUMENTS_OF_SGD: Version = (5, 3)
+"""The Trainer's SGD takes ``optim_args`` (``trainer_optimizer.py``, ``_get_sgd``); before, none of them."""
+
 CHECKPOINT_DTYPE: Version = (5, 0)
 """``from_pretrained`` without a dtype loads parameters as the checkpoint has them (``modeling_utils.py``, ``dtype =
 "auto"``; ``_get_dtype``: what ``config.json`` says); before, in torch's default, fp32."""

@@ -164,8 +164,8 @@ class Clock:
         and edges of tiles, weights, latencies. So does what collectives add to the kernels beside them, the larger of
         their own time and of what they take from those. Nor does it take less than the host, which launches as many
         products for any number. Where experts take whole rows it is less, by what one row is of those that an expert
-        has of a sequence. 0 where sizes do not grow so. Extras that change passes are other losses: of these nothing is
-        reckoned.
+        has of a sequence. 0 where sizes do not grow so, and where nobody chooses cuts. Extras that change passes are
+        other losses: of these nothing is reckoned.
         """
         b, layers, count = point.mbs, self.layers - self.first, self.space.microbatches(point)
         key = (point.tp, point.cp, point.ep, point.etp, point.recompute, count > 1)
@@ -181,7 +181,7 @@ class Clock:
 
     def _limit(self, point: Point) -> _Limit:
         shapes, rates = self._shapes_of(point)
-        if shapes.rounding == 1:
+        if shapes.rounding == 1 or not self.chooses_cut:  # or layers of more kinds than two
             return _Limit()
         shape, again = shapes.recorded(ENDLESS), point.recompute.mode != "none" and point.recompute.method != "block"
         times, entries = times_of(shape, self._at_full_clock(rates), False, False), shape.entries

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from ..frameworks import framework, frameworks
 from ..plan.checks import listed
 from ..plan.plan import Plan, ResolvedPlan
+from ..plan.traced_spec import TracedSpec
 from .job import Job, Replicated, Sharded, check_stage, transformers_job
 
 if TYPE_CHECKING:
@@ -64,7 +65,10 @@ class FrameworkRunning:
     def check_learnt(self, plan: ResolvedPlan) -> None:
         """Refuses what is not modelled of such an architecture, whatever was learnt of it."""
         named = listed([one.name for one in frameworks() if one.running.learns])
-        raise plan.wrong("framework", f"must be {named}: under others this architecture has no recipe")
+        problem = f"must be {named}: under others this architecture has no recipe"
+        if isinstance(plan.model, TracedSpec):
+            problem += f" ({plan.model.reason.partition('; known are')[0]})"
+        raise plan.wrong("framework", problem)
 
     def learnt_zero(self, plan: ResolvedPlan, zero: tuple[int, ...]) -> tuple[int, ...]:
         """Of the ZeRO stages that it has, those that it has of the plan's architecture."""

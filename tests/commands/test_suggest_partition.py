@@ -480,10 +480,14 @@ def test_without_a_framework_all_are_searched(capsys: pytest.CaptureFixture[str]
     assert "frameworks" not in named
 
 
-def test_on_one_gpu_others_are_searched_where_one_process_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight layers of Llama 3 have 2.8 billion parameters (two tables of 128,256 x 4,096, eight layers of 218 million):
-    in bf16 with gradients and 8-bit states 15.6 GiB. A card of 16 GB holds them where they are kept in host memory."""
-    flags = ["--model", "llama-3-8b", "--layers", "8", "--gpu", "rtx-4080", "--gbs", "2", "--seq", "512"]
+@pytest.mark.parametrize("batch", [["--gbs", "2"], []])
+def test_on_one_gpu_others_are_searched_where_one_process_does_not_fit(
+    batch: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Others need a global batch, which is then that of one process's micro-batch. Eight layers of Llama 3 have 2.8
+    billion parameters (two tables of 128,256 x 4,096, eight layers of 218 million): in bf16 with gradients and 8-bit
+    states 15.6 GiB. A card of 16 GB holds them where they are kept in host memory."""
+    flags = ["--model", "llama-3-8b", "--layers", "8", "--gpu", "rtx-4080", *batch, "--seq", "512"]
     found = answer(capsys, *flags)
     offers = {one["framework"]: one for one in found["frameworks"]}
     assert not offers["single"]["fits"]

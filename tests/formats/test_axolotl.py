@@ -267,3 +267,10 @@ def test_accumulation_as_the_whole_batch_says_it(folder: Path) -> None:
     """``normalize_config``: ``batch_size`` over ``micro_batch_size``, where the steps are left out."""
     Path("old.yml").write_text(FULL.replace("gradient_accumulation_steps: 1", "batch_size: 8"))
     assert memplan.estimate("old.yml").plan.batch.accumulation == 4
+
+
+def test_arguments_of_the_trainer_that_it_hands_on_are_read(folder: Path) -> None:
+    """``core/builders/base.py``: ``optim_args``, as text where it is a mapping, and ``accelerator_config``."""
+    said = "optimizer: sgd\noptim_args:\n  momentum: 0.9\naccelerator_config:\n  split_batches: false\n"
+    Path("it.yml").write_text(FULL + said)
+    assert memplan.estimate("it.yml").plan.optimizer.momentum == 0.9

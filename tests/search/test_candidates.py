@@ -190,3 +190,12 @@ def test_no_layout_with_experts_is_faster_than_its_bound() -> None:
     bounds = {point: (clock.least(point), clock.fastest(point)[1]) for point in Random(1).sample(points, 60)}
     assert all(0 < least <= seconds for least, seconds in bounds.values())
     assert max(least / seconds for least, seconds in bounds.values()) > 0.8
+
+
+def test_nothing_is_said_of_a_cut_that_nobody_chooses() -> None:
+    """Layers of blocks of their own come in any number of kinds, of which no two are an MLP and experts."""
+    job = {"model": "llama-3.3-nemotron-super-49b", "framework": "megatron", "gpu": "h100-80gb", "gpus": "16"}
+    base = read_plan(None, {**job, "gbs": "32", "seq": "4096"}).plan
+    clock = Clock(space_of(base, filled(base), {}))
+    assert not clock.chooses_cut
+    assert clock.least(next(iter(clock.space))) == 0

@@ -21,7 +21,8 @@ MARKS = ("base_model", "sequence_len", "sample_packing")
 _SAME = frozenset(
     """
     gradient_accumulation_steps weight_decay torch_compile neftune_noise_alpha deepspeed lora_r lora_alpha
-    lora_modules_to_save lora_target_modules lora_target_parameters gradient_checkpointing_kwargs
+    lora_modules_to_save lora_target_modules lora_target_parameters gradient_checkpointing_kwargs optim_args
+    accelerator_config
     """.split()  # noqa: SIM905 - as a list it would be a line a word
 )
 _RENAMED = MappingProxyType(

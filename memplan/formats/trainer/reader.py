@@ -31,12 +31,12 @@ from ..settings import Building, Keys, Reader, read_rows
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments, with_mappings
 from .examples import said_by
-from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .keys import LOADED_BY, NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
 from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
-from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys
+from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys, of_release
 
 
 def read(place: str, asked: Asked) -> Launch:
@@ -93,6 +93,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     loop = loop_of(starts or by_folder or (by_key and "sft"), written, asked)
     written = loop.with_defaults(written, asked)
     _refuse(written)
+    written = of_release(written, asked)
     written = as_loaded(written, loop, asked) if dialect is None else written
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
@@ -259,11 +260,19 @@ def _by_deepspeed(found: Started, reader: Reader, asked: Asked) -> Launch:
 
 
 def _tell_padding(loop: Loop, reader: Reader) -> None:
-    """Where the Trainer's loop is the engine's, whose plans do not say whose batches they are."""
-    batch, kernel = map(reader.building.items.get, ("batch.mbs", "attention"))
-    several = batch is not None and isinstance(batch.value, int) and batch.value > 1
-    sdpa = kernel is None or kernel.value == "sdpa"
-    if several and sdpa and not loop.own_loss and not {"attention", "mbs", "padding"} & reader.context:
+    """Where the Trainer's loop is the engine's, whose plans do not say whose batches they are; not where checkpoints
+    keep one mask, of less than half a gibibyte."""
+
+    def said(path: str) -> object:
+        node = reader.building.items.get(path)
+        return None if node is None else node.value
+
+    batch, length = said("batch.mbs"), said("batch.seq")
+    sdpa = said("attention") in (None, "sdpa")
+    if not isinstance(batch, int) or batch == 1 or not sdpa or loop.own_loss:
+        return
+    is_small = said("recompute.mode") == "full" and isinstance(length, int) and 4 * batch * length**2 < 2**30
+    if not (is_small or {"attention", "mbs", "padding"} & reader.context):
         reader.building.note(
             "padding",
             "sequences are taken to be full, as packing makes them: where those of a micro-batch are padded, sdpa is "
@@ -342,7 +351,7 @@ MEANT = {
 def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict: bool) -> Iterator[Note]:
     """Keys that nobody knows, or that change a detail which is not modelled."""
     known = (*READ, *REFUSED, *NOTED, *WITHOUT_EFFECT)
-    named = known if dialect is None else (*dialect.KEYS, *known)
+    named = sorted({*known, *getattr(dialect, "KEYS", ())} - {LOADED_BY})
     told = {**NOTED, **getattr(dialect, "NOTED", {})}
     guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, named))
     wrong: list[PlanError] = []

@@ -18,7 +18,16 @@ from typing import NamedTuple
 from ...plan.errors import Node, PlanError
 from ...plan.lora import SCORE
 from ...plan.read import SAVED
-from ...plan.releases import CHECKPOINT_DTYPE, TRL_LOADS_FP32, TRL_TILES, Version, parsed, shown, transformers_of
+from ...plan.releases import (
+    ARGUMENTS_OF_SGD,
+    CHECKPOINT_DTYPE,
+    TRL_LOADS_FP32,
+    TRL_TILES,
+    Version,
+    parsed,
+    shown,
+    transformers_of,
+)
 from ...values import dataclass, replace
 from ..launch import Asked
 from ..settings import Reader, Row
@@ -486,6 +495,12 @@ def _is_before(first: Version, library: str, asked: Asked) -> bool:
         return (transformers_of(named["trl"]) or first) < first
     one = named.get(library, "")
     return bool(re.fullmatch(r"[0-9]+(\.[0-9]+)+", one)) and parsed(one) < first
+
+
+def of_release(written: Node, asked: Asked) -> Node:
+    """``written`` without what the release of transformers does not look at."""
+    sgd = (node := written.mapping.get("optim")) is not None and node.value == "sgd"
+    return written.without("optim_args") if sgd and _is_before(ARGUMENTS_OF_SGD, "transformers", asked) else written
 
 
 def as_loaded(written: Node, loop: Loop, asked: Asked) -> Node:

@@ -168,6 +168,8 @@ def test_batches_that_a_collator_may_pad_are_told(engine: dict[str, Any], tmp_pa
     assert told({})
     assert not told({}, per_device_train_batch_size=1)
     assert not told({}, attn_implementation="flash_attention_2")
+    assert not told({}, gradient_checkpointing=True)
+    assert told({}, gradient_checkpointing=True, per_device_train_batch_size=16, block_size=4096)
     assert not told({"padding": "true"})
 
 

@@ -169,6 +169,15 @@ def test_momentum_is_among_the_optimizers_arguments(optim: str, given: object, m
     assert read.optimizer.momentum == momentum
 
 
+def test_momentum_is_not_read_before_the_trainer_takes_it(tmp_path: Path) -> None:
+    """Up to 5.2 ``_get_sgd`` returns ``torch.optim.SGD`` with the learning rate alone, and nesterov is no matter."""
+    arguments = {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"}
+    read = plan(tmp_path, arguments, model="gpt2", versions="transformers=5.2.0")
+    assert read.optimizer.momentum == 0
+    with pytest.raises(PlanError, match="must be without nesterov"):
+        plan(tmp_path, arguments, model="gpt2", versions="transformers=5.3.0")
+
+
 def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
     """``apply_liger_kernel_to_gemma2(geglu=…)``; ``layer_norm`` is of towers for images."""
     arguments = {
@@ -186,6 +195,7 @@ def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
         ({"optim": "galore_adamw"}, "optim = galore_adamw"),
         ({"deepspeed": "no.json"}, "deepspeed = no.json: no such file"),
         ({"lerning_rate": 1e-5}, "lerning_rate = 1e-05: is no key that is read; did you mean learning_rate?"),
+        ({"model": "gpt2"}, "did you mean model_max_length or model_name_or_path?"),
         ({"fsdp": "hybrid_shard"}, "FULL_SHARD"),
         ({"fsdp": "full_shard", "fsdp_config": {"version": 3}}, "fsdp_version = 3: must be 1 or 2"),
         ({"fsdp": True, "fsdp_config": {"auto_wrap_policy": "SIZE_BASED_WRAP"}}, "TRANSFORMER_BASED_WRAP"),
