@@ -1,9 +1,10 @@
 """Heads and losses that never hold all logits at once, and heads on the last tokens alone.
 
 Liger: ``ops/fused_linear_cross_entropy.py`` (0.5 to 0.8.5), called as ``LigerForCausalLMLoss`` does. Apple's cut
-cross entropy: ``cce.py``, ``cce_lse_forward.py``, ``indexed_dot.py``, ``cce_backward.py`` (25.6, June 2025), its
-default ``cce`` with gradient filtering. torchtitan: ``components/loss.py`` (``ChunkedLossWrapper``, August 2026).
-transformers: ``logits_to_keep``. Shapes: b micro-batch, s sequence, n = b s tokens, h hidden, v vocabulary.
+cross entropy: ``cce.py``, ``cce_lse_forward.py``, ``indexed_dot.py``, ``cce_backward.py`` (25.6, June 2025; Axolotl's
+fork, 5f0c7a7, June 2026), its default ``cce`` with gradient filtering. torchtitan: ``components/loss.py``
+(``ChunkedLossWrapper``, August 2026). transformers: ``logits_to_keep``.
+Shapes: b micro-batch, s sequence, n = b s tokens, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -339,15 +340,18 @@ NAMES = ("input", "weight")
 def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> Tensor:
     """``LinearCrossEntropyFunction`` on n = b (s - 1) tokens with labels: no logits at all; saves hidden states, the
     log-sum-exp, indices of tokens (which end with the loss), and the mean logit of every word, by which backward orders
-    the vocabulary. What CUB takes inside ``nonzero`` and ``sort`` is not counted."""
+    the vocabulary. Nothing is made for a frozen weight but that order. What CUB takes inside ``nonzero`` and ``sort``
+    is not counted."""
     b, s, h = hidden.shape
-    n, dtype = b * (s - 1), shape.dtype
-    weight = head_weight(r, shape)
-    v = weight.shape[0]
+    n, weight = b * (s - 1), head_weight(r, shape)
+    v, dtype = weight.shape[0], weight.dtype
+    if hidden.dtype != dtype:  # apply_lce of Axolotl's fork; Apple's casts within its function
+        hidden = ops.cast(r, hidden, dtype, "hidden_of_loss")
+    needs_x, needs_weight = hidden.node is not None, weight.node is not None
     valids = cut_valids(r, b, s)
     lse = r.empty((n,), "fp32", "log_sum_exp")
     locks = r.empty((-(-n // 128),), "int32", "locks")
-    average = r.empty((v,), "fp32", "logit_average") if r.grad_enabled else None
+    average = r.empty((v,), "fp32", "logit_average") if needs_x or needs_weight else None  # of evaluation, too
     del locks
     nll = r.empty((n,), "fp32", "negative_log_likelihood")
     if shape.spec.logit_softcap is not None:
@@ -361,18 +365,20 @@ def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> 
             ((v,), "int64", "vocabulary_order_int64"),
             ((v,), "int32", "vocabulary_order"),
         )
-        grad_hidden = r.empty((b, s, h), accumulator, "grad_head_input")
-        grad_weight = r.empty((v, h), accumulator, "grad_head_weight")
+        grad_hidden = r.empty((b, s, h), accumulator, "grad_head_input") if needs_x else None
+        grad_weight = r.empty((v, h), accumulator, "grad_head_weight") if needs_weight else None
         columns = -(-h // 64)
-        locks = [r.empty((-(-rows // 128), columns), "int32", "locks") for rows in (n, v)]
-        if accumulator != dtype:
+        rows = [*([n] if needs_x else []), *([v] if needs_weight else [])]
+        locks = [r.empty((-(-count // 128), columns), "int32", "locks") for count in rows]
+        if grad_weight is not None and accumulator != dtype:
             grad_weight = r.empty((v, h), dtype, "grad_head_weight")
+        if grad_hidden is not None and accumulator != dtype:
             grad_hidden = r.empty((b, s, h), dtype, "grad_head_input")
         del locks, order
         return [grad_hidden, grad_weight]
 
     saved = [hidden, lse, valids, *([average] if average is not None else [])]
-    product = linear(n, v, h, dtype)
+    product = linear(n, v, h, dtype, needs_x=needs_x, needs_weight=needs_weight)
     work = product.after((), product.forward or ())  # backward computes the logits again, which are never written
     total.node = r.node((hidden, weight), saved, backward, work=work)
     del nll

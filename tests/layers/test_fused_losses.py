@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import accumulate
 
@@ -21,7 +22,16 @@ from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.spec import ModelSpec
 from memplan.tape.events import Category, Drop, Hold, Tape
-from tests.oracle.fused_losses import Loss, Sizes, chunked, cut, last_tokens, liger as real_liger, traced_loss
+from tests.oracle.fused_losses import (
+    Loss,
+    Sizes,
+    chunked,
+    cut,
+    cut_is_forked,
+    last_tokens,
+    liger as real_liger,
+    traced_loss,
+)
 from tests.oracle.tracer import Change
 
 SIZES = [
@@ -37,7 +47,7 @@ def spec(h: int, v: int) -> ModelSpec:
 
 
 def head(sizes: Sizes, loss: HeadLoss, tuning: Tuning | None = None) -> Module:
-    shape = LayerShape(spec(sizes.h, sizes.v), sizes.b, sizes.s, sizes.dtype, False)
+    shape = LayerShape(spec(sizes.h, sizes.v), sizes.b, sizes.s, sizes.weight or sizes.dtype, False)
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -114,10 +124,62 @@ def test_liger_with_a_frozen_weight(sizes: Sizes, fp32: bool) -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_cut(sizes: Sizes, fp32: bool) -> None:
     """Of the main branch: the release of January 2025 has other locks."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    pytest.importorskip("cut_cross_entropy.vocab_parallel", reason="cut cross entropy is not installed")
+    cut_of(forked=False)
     valids = -(-8 * sizes.b * (sizes.s - 1) // 512) * 512
     check(sizes, HeadLoss("cut", fp32_accumulators=fp32), cut(fp32=fp32), ends_with_loss=valids)
+
+
+def cut_of(*, forked: bool) -> None:
+    """Skips without Apple's cut cross entropy, or Axolotl's fork of it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("cut_cross_entropy.vocab_parallel", reason="cut cross entropy is not installed")
+    if cut_is_forked() is not forked:
+        pytest.skip("the cut cross entropy that is installed is the other one")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_cut_makes_no_gradient_of_a_frozen_weight(trained: bool) -> None:
+    """128 tokens with labels of 129, h = 64, v = 1024, in bf16. At the peak of backward there are the loss's gradient
+    (512 bytes), the order of words (4 v), the hidden states' gradient (2 * 129 * 64 = 16,512, rounded to 16,896) with
+    one lock (512); of a weight that is trained its gradient, too (2 v h), with 8 locks (512)."""
+    sizes = Sizes(1, 129, 64, 1024, "bf16")
+    backward = head(sizes, HeadLoss("cut"), None if trained else Tuning()).first.backward
+    assert peak(of_tape(backward)) == 512 + 4 * 1024 + 16_896 + 512 + trained * (2 * 1024 * 64 + 512)
+
+
+CUT_SIZES = [replace(sizes, weight="bf16") for sizes in SIZES]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("sizes", CUT_SIZES, ids=str)
+def test_cut_of_axolotl(sizes: Sizes, fp32: bool, trained: bool) -> None:
+    """Its weight is in 16 bits, and frozen beside adapters; hidden states are in fp32 behind layer norms under
+    autocast. Every event of forward; of backward its peak, and what it leaves, but for the loss, its gradient, and the
+    indices of tokens, which the function's context keeps as long as the caller has the loss."""
+    cut_of(forked=True)
+    indices = -(-8 * sizes.b * (sizes.s - 1) // 512) * 512
+    module = head(sizes, HeadLoss("cut", fp32_accumulators=fp32), None if trained else Tuning())
+    trace = traced_loss(cut(fp32=fp32), sizes, trained=trained)
+    assert drops_sorted(of_tape(module.first.forward)) == drops_sorted(of_trace(trace.forward))
+    backward = of_tape(module.first.backward)
+    cast = (0, indices + 512) if sizes.dtype == "fp32" else (0,)  # the cast's gradient comes behind all others
+    assert peak(of_trace(trace.backward)) - peak(backward) in cast
+    assert sum(backward) == sum(of_trace(trace.backward)) - 512 - indices
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_cut_of_axolotl_in_evaluation(trained: bool) -> None:
+    """A weight that is trained has mean logits without a graph, too: a parameter requires its gradient there."""
+    cut_of(forked=True)
+    sizes = Sizes(2, 40, 32, 200, "bf16")
+    module = head(sizes, HeadLoss("cut"), None if trained else Tuning())
+    trace = traced_loss(cut(fp32=False), sizes, trained=trained, backward=False)
+    ends = [-512]  # the loss, which the caller of the trace keeps
+    assert drops_sorted(of_tape(module.evaluation)) == drops_sorted(of_trace(trace.forward) + ends)
+    assert [event.name for event in module.evaluation if "average" in getattr(event, "name", "")] == (
+        ["logit_average"] if trained else []
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 8])
