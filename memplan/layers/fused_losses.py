@@ -215,7 +215,7 @@ def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -
         del one, equal, every
         return handed_back(r, held)
 
-    total.node = r.node((hidden, weight)[:needed], (), backward, work=liger_work(r, n, h, weight.shape[0], dtype))
+    total.node = r.node((hidden, weight)[:needed], (), backward, work=liger_work(n, weight, dtype))
     return total
 
 
@@ -235,9 +235,7 @@ def shifted_liger_head(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         return handed_back(r, held)
 
-    total.node = r.node(
-        (shifted.view(n, h), weight)[: 1 + trained], (), backward, work=liger_work(r, n, h, weight.shape[0], dtype)
-    )
+    total.node = r.node((shifted.view(n, h), weight)[: 1 + trained], (), backward, work=liger_work(n, weight, dtype))
     del shifted, labels
     return total
 
@@ -261,15 +259,16 @@ def upcast_chunks(r: Recorder, n: int, weight: tuple[int, int], dtype: str) -> T
     return total
 
 
-def liger_work(r: Recorder, n: int, h: int, v: int, dtype: str) -> Operator:
+def liger_work(n: int, weight: Tensor, dtype: str) -> Operator:
     """Chunk by chunk, all in forward: logits; a kernel that reads them twice and writes their gradients; products with
-    the weight and, added to its gradient, with the hidden states. Backward multiplies what it finds with the loss's
-    gradient, unless that is 1, as it is."""
+    the weight and, added to its gradient unless it is frozen, with the hidden states. Backward multiplies what it finds
+    with the loss's gradient, unless that is 1, as it is."""
+    (v, h), trained = weight.shape, weight.node is not None
     rows, size = liger_chunk(n, h, v), size_of((n, v), dtype)
     kernels: list[Kernel] = []
     for start in range(0, n, rows):
         part = min(rows, n - start)
-        product = linear(part, v, h, dtype, written=2 * ITEMSIZE[dtype])
+        product = linear(part, v, h, dtype, needs_weight=trained, written=2 * ITEMSIZE[dtype])
         kernels += [*(product.forward or ()), Stream(3 * size * part / n, 1, True), *(product.backward or ())]
     return Operator(kernels, ())
 

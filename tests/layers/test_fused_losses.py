@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from importlib.metadata import version
 from itertools import accumulate
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -16,6 +17,7 @@ from memplan.layers.fused_losses import HeadLoss, liger_chunk
 from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.layers.tuning import Tuning
+from memplan.layers.work import Product
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
@@ -46,7 +48,7 @@ def spec(h: int, v: int) -> ModelSpec:
     return read_plan(None, {name: str(value) for name, value in flags.items()}).plan.model
 
 
-def head(sizes: Sizes, loss: HeadLoss, tuning: Tuning | None = None) -> Module:
+def head(sizes: Sizes, loss: HeadLoss, tuning: Tuning | None = None, counts: Literal["", "first"] = "") -> Module:
     shape = LayerShape(spec(sizes.h, sizes.v), sizes.b, sizes.s, sizes.weight or sizes.dtype, False)
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
@@ -55,7 +57,7 @@ def head(sizes: Sizes, loss: HeadLoss, tuning: Tuning | None = None) -> Module:
         return Run(None, until_end=returned, loss=computed)
 
     interface = Interface((sizes.b, sizes.s, sizes.h), sizes.dtype)
-    return build("head", recipe, interface, Options(accumulates_in_place=False, tuning=tuning))
+    return build("head", recipe, interface, Options(accumulates_in_place=False, tuning=tuning, counts=counts))
 
 
 def of_tape(tape: Tape) -> list[int]:
@@ -145,6 +147,18 @@ def test_cut_makes_no_gradient_of_a_frozen_weight(trained: bool) -> None:
     sizes = Sizes(1, 129, 64, 1024, "bf16")
     backward = head(sizes, HeadLoss("cut"), None if trained else Tuning()).first.backward
     assert peak(of_tape(backward)) == 512 + 4 * 1024 + 16_896 + 512 + trained * (2 * 1024 * 64 + 512)
+
+
+@pytest.mark.parametrize(("kind", "frozen", "trained"), [("liger", 2, 3), ("cut", 3, 4)])
+def test_products_of_a_frozen_head(kind: str, frozen: int, trained: int) -> None:
+    """Logits, the gradient of hidden states, and that of a weight that is trained; cut cross entropy makes the logits
+    again in backward. Each multiplies 128 tokens, or for ``cut`` those with labels, by 64 by 1,024."""
+    sizes = Sizes(1, 128, 64, 1024, "bf16")
+    for tuning, count in ((Tuning(), frozen), (None, trained)):
+        work = head(sizes, HeadLoss(kind), tuning, "first").work
+        made = [(one, times) for one, times in (*work.forward, *work.backward) if isinstance(one, Product)]
+        multiplied = sum(times * one.times * one.m * one.n * one.k for one, times in made)
+        assert multiplied == count * (127 if kind == "cut" else 128) * 64 * 1024
 
 
 CUT_SIZES = [replace(sizes, weight="bf16") for sizes in SIZES]
