@@ -171,8 +171,8 @@ RECOMPUTED = {
 FUSED_LOSSES = {
     "liger": "Liger {}'s fused linear cross entropy, reduction mean or sum, computes gradients in forward; "
     "evaluation computes the model's own loss on all logits",
-    "cut": "Apple's cut cross entropy (main of June 2025; implementation cce) without ignored labels, in "
-    "training and evaluation",
+    "cut": "Apple's cut cross entropy (main of June 2025, or Axolotl's fork; implementation cce) without ignored "
+    "labels, in training and evaluation; backward is timed as if it filtered no blocks of the vocabulary",
     "liger-cross-entropy": "Liger's cross entropy on all logits writes their gradient over them in forward; evaluation "
     "computes the model's own",
     "unsloth": "fms-acceleration's copy of Unsloth's cross entropy on all logits, which are shifted, writes their "

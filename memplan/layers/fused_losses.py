@@ -1,9 +1,10 @@
 """Heads and losses that never hold all logits at once, and heads on the last tokens alone.
 
 Liger: ``ops/fused_linear_cross_entropy.py`` (0.5 to 0.8.5), called as ``LigerForCausalLMLoss`` does. Apple's cut
-cross entropy: ``cce.py``, ``cce_lse_forward.py``, ``indexed_dot.py``, ``cce_backward.py`` (25.6, June 2025), its
-default ``cce`` with gradient filtering. torchtitan: ``components/loss.py`` (``ChunkedLossWrapper``, August 2026).
-transformers: ``logits_to_keep``. Shapes: b micro-batch, s sequence, n = b s tokens, h hidden, v vocabulary.
+cross entropy: ``cce.py``, ``cce_lse_forward.py``, ``indexed_dot.py``, ``cce_backward.py`` (25.6, June 2025; Axolotl's
+fork, 5f0c7a7, June 2026), its default ``cce`` with gradient filtering. torchtitan: ``components/loss.py``
+(``ChunkedLossWrapper``, August 2026). transformers: ``logits_to_keep``.
+Shapes: b micro-batch, s sequence, n = b s tokens, h hidden, v vocabulary.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -
         del one, equal, every
         return handed_back(r, held)
 
-    total.node = r.node((hidden, weight)[:needed], (), backward, work=liger_work(r, n, h, weight.shape[0], dtype))
+    total.node = r.node((hidden, weight)[:needed], (), backward, work=liger_work(n, weight, dtype))
     return total
 
 
@@ -234,9 +235,7 @@ def shifted_liger_head(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         return handed_back(r, held)
 
-    total.node = r.node(
-        (shifted.view(n, h), weight)[: 1 + trained], (), backward, work=liger_work(r, n, h, weight.shape[0], dtype)
-    )
+    total.node = r.node((shifted.view(n, h), weight)[: 1 + trained], (), backward, work=liger_work(n, weight, dtype))
     del shifted, labels
     return total
 
@@ -260,15 +259,16 @@ def upcast_chunks(r: Recorder, n: int, weight: tuple[int, int], dtype: str) -> T
     return total
 
 
-def liger_work(r: Recorder, n: int, h: int, v: int, dtype: str) -> Operator:
+def liger_work(n: int, weight: Tensor, dtype: str) -> Operator:
     """Chunk by chunk, all in forward: logits; a kernel that reads them twice and writes their gradients; products with
-    the weight and, added to its gradient, with the hidden states. Backward multiplies what it finds with the loss's
-    gradient, unless that is 1, as it is."""
+    the weight and, added to its gradient unless it is frozen, with the hidden states. Backward multiplies what it finds
+    with the loss's gradient, unless that is 1, as it is."""
+    (v, h), trained = weight.shape, weight.node is not None
     rows, size = liger_chunk(n, h, v), size_of((n, v), dtype)
     kernels: list[Kernel] = []
     for start in range(0, n, rows):
         part = min(rows, n - start)
-        product = linear(part, v, h, dtype, written=2 * ITEMSIZE[dtype])
+        product = linear(part, v, h, dtype, needs_weight=trained, written=2 * ITEMSIZE[dtype])
         kernels += [*(product.forward or ()), Stream(3 * size * part / n, 1, True), *(product.backward or ())]
     return Operator(kernels, ())
 
@@ -339,15 +339,18 @@ NAMES = ("input", "weight")
 def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> Tensor:
     """``LinearCrossEntropyFunction`` on n = b (s - 1) tokens with labels: no logits at all; saves hidden states, the
     log-sum-exp, indices of tokens (which end with the loss), and the mean logit of every word, by which backward orders
-    the vocabulary. What CUB takes inside ``nonzero`` and ``sort`` is not counted."""
+    the vocabulary. Nothing is made for a frozen weight but that order. What CUB takes inside ``nonzero`` and ``sort``
+    is not counted."""
     b, s, h = hidden.shape
-    n, dtype = b * (s - 1), shape.dtype
-    weight = head_weight(r, shape)
-    v = weight.shape[0]
+    n, weight = b * (s - 1), head_weight(r, shape)
+    v, dtype = weight.shape[0], weight.dtype
+    if hidden.dtype != dtype:  # apply_lce of Axolotl's fork; Apple's casts within its function
+        hidden = ops.cast(r, hidden, dtype, "hidden_of_loss")
+    needs_x, needs_weight = hidden.node is not None, weight.node is not None
     valids = cut_valids(r, b, s)
     lse = r.empty((n,), "fp32", "log_sum_exp")
     locks = r.empty((-(-n // 128),), "int32", "locks")
-    average = r.empty((v,), "fp32", "logit_average") if r.grad_enabled else None
+    average = r.empty((v,), "fp32", "logit_average") if needs_x or needs_weight else None  # of evaluation, too
     del locks
     nll = r.empty((n,), "fp32", "negative_log_likelihood")
     if shape.spec.logit_softcap is not None:
@@ -361,18 +364,20 @@ def cut_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -> 
             ((v,), "int64", "vocabulary_order_int64"),
             ((v,), "int32", "vocabulary_order"),
         )
-        grad_hidden = r.empty((b, s, h), accumulator, "grad_head_input")
-        grad_weight = r.empty((v, h), accumulator, "grad_head_weight")
+        grad_hidden = r.empty((b, s, h), accumulator, "grad_head_input") if needs_x else None
+        grad_weight = r.empty((v, h), accumulator, "grad_head_weight") if needs_weight else None
         columns = -(-h // 64)
-        locks = [r.empty((-(-rows // 128), columns), "int32", "locks") for rows in (n, v)]
-        if accumulator != dtype:
+        rows = [*([n] if needs_x else []), *([v] if needs_weight else [])]
+        locks = [r.empty((-(-count // 128), columns), "int32", "locks") for count in rows]
+        if grad_weight is not None and accumulator != dtype:
             grad_weight = r.empty((v, h), dtype, "grad_head_weight")
+        if grad_hidden is not None and accumulator != dtype:
             grad_hidden = r.empty((b, s, h), dtype, "grad_head_input")
         del locks, order
         return [grad_hidden, grad_weight]
 
     saved = [hidden, lse, valids, *([average] if average is not None else [])]
-    product = linear(n, v, h, dtype)
+    product = linear(n, v, h, dtype, needs_x=needs_x, needs_weight=needs_weight)
     work = product.after((), product.forward or ())  # backward computes the logits again, which are never written
     total.node = r.node((hidden, weight), saved, backward, work=work)
     del nll

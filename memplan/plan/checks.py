@@ -264,12 +264,13 @@ def _check_autocast(plan: ResolvedPlan) -> None:
     require(plan, field, True, "false", "autocast")
     if precision.dtype == "fp32":
         raise PlanError(field, True, "must be false with dtype fp32: autocast computes in bf16 or fp16")
-    if plan.loss.kind not in ("plain", "liger", "liger-cross-entropy", "unsloth"):
-        problem = f"must be false with loss {plan.loss.kind}: only loss plain is modelled under autocast"
+    if plan.loss.kind not in ("plain", "liger", "cut", "liger-cross-entropy", "unsloth"):
+        problem = f"must be false with loss {plan.loss.kind}, which is not modelled under autocast"
         raise PlanError(field, True, problem)
     in_fp32 = precision.stored == "fp32" and plan.fsdp.version != "1"
-    if plan.loss.kind == "liger" and not plan.trainer.kind.own_loss and (in_fp32 or plan.quantisation.prepared):
-        problem = "must be false with loss liger and fp32 weights, which its products are not modelled with; "
+    fused = plan.loss.kind in ("liger", "cut") and not plan.trainer.kind.own_loss
+    if fused and (in_fp32 or plan.quantisation.prepared):
+        problem = f"must be false with loss {plan.loss.kind} and fp32 weights: its products of these are not modelled; "
         raise PlanError(field, True, f"{problem}--autocast-parameters {precision.dtype} is")
     if plan.loss.logits_to_keep is not None:
         raise plan.wrong("loss.logits_to_keep", "must be left out: logits_to_keep is not modelled under autocast")

@@ -33,10 +33,10 @@ def check_tuning(plan: ResolvedPlan) -> None:
     if plan.code != "current":
         _refuse(plan, "must be left out with code 2020")
     own = framework(plan.framework)
-    if plan.loss.kind in ("cut", *(["chunked"] if own.adaptable(plan) is None else [])):
+    if plan.loss.kind == "chunked" and own.adaptable(plan) is None:
         raise plan.wrong(
             "loss.kind",
-            f"must be plain or liger with {first_frozen(plan)}: other losses are not modelled with frozen parts",
+            f"must be plain, liger or cut with {first_frozen(plan)}: other losses are not modelled with frozen parts",
         )
     _check_lora(plan)
     _check_quantisation(plan)

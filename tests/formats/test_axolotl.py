@@ -32,6 +32,7 @@ datasets:
 num_epochs: 1
 learning_rate: 2e-4
 """
+CUT_PLUGIN = "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"
 PAIRS = QLORA.replace("sample_packing: true", "rl: dpo")
 FULL = """
 base_model: NousResearch/Llama-3.2-1B
@@ -46,6 +47,10 @@ liger_rms_norm: true
 liger_glu_activation: true
 liger_fused_linear_cross_entropy: true
 """
+CUT = FULL.replace("LigerPlugin\n", f"LigerPlugin\n  - {CUT_PLUGIN}\n").replace(
+    "liger_fused_linear_cross_entropy: true\n", ""
+)
+"""Pieces of Liger beside Apple's loss."""
 SHARDED = """
 base_model: NousResearch/Llama-3.2-1B
 sequence_len: 1024
@@ -119,6 +124,32 @@ def test_full_training_with_pieces_of_liger(folder: Path) -> None:
     assert (plan.kernels.set, plan.loss.kind) == ("liger", "liger")
     assert plan.batch.mbs == 2
     assert plan.optimizer.implementation == "fused"
+
+
+@pytest.mark.parametrize("attention", ["flash_attention: true", "sdp_attention: true", ""])
+def test_cut_cross_entropy_is_its_plugin(attention: str, folder: Path) -> None:
+    """Its plugin's argument is on by default (``CutCrossEntropyArgs``). Norms, embeddings and head go to bf16 whatever
+    the attention is (``_configure_embedding_dtypes``), so that the 1,235,814,400 parameters, their gradients and
+    AdamW's two states take 2 bytes each; Liger's other pieces stay."""
+    Path("cut.yml").write_text(CUT.replace("flash_attention: true", attention))
+    found = memplan.estimate("cut.yml")
+    plan = found.plan
+    assert (plan.kernels.set, plan.loss.kind, plan.precision.autocast) == ("liger", "cut", True)
+    assert found.stages[0].static == pytest.approx(6 * 1_235_814_400, rel=0.01)
+    Path("off.yml").write_text(CUT + "cut_cross_entropy: false\n")
+    off = memplan.estimate("off.yml")
+    assert off.plan.loss.kind == "plain"
+    assert found.peak < off.peak
+
+
+def test_cut_cross_entropy_beside_adapters(folder: Path) -> None:
+    """QLoRA of Llama 3.2 1B: the plain loss has logits of 2,048 tokens by 128,256 words in fp32 and more than once, the
+    cut loss none."""
+    Path("plain.yml").write_text(QLORA)
+    Path("cut.yml").write_text(f"{QLORA}plugins:\n  - {CUT_PLUGIN}\ncut_cross_entropy: true\n")
+    plain, cut = memplan.estimate("plain.yml"), memplan.estimate("cut.yml")
+    assert (cut.plan.loss.kind, cut.plan.lora.rank) == ("cut", 32)
+    assert plain.peak - cut.peak > 2 * 4 * 2048 * 128_256
 
 
 @pytest.mark.parametrize(
@@ -228,10 +259,16 @@ def test_a_reward_model_is_what_trl_makes_of_it(said: str, folder: Path) -> None
         (QLORA.replace("gradient_checkpointing: true", "gradient_checkpointing: offload"), "must be true or false"),
         (FULL.replace("flash_attention: true", "sdp_attention: true"), "keeps norms, embeddings and head in fp32"),
         (FULL + "bf16: full\n", "bf16 = full: must be true, false or auto"),
-        (FULL.replace("liger_rope: true", "cut_cross_entropy: true"), "cut cross entropy is not modelled"),
         (
-            FULL.replace("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin") + "num_labels: 2\n",
-            "(1) config.yml:8: plugins = CutCrossEntropyPlugin: must be left out: Apple's cut cross entropy",
+            FULL + "cut_cross_entropy: true\n",
+            "needs axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin among",
+        ),
+        (CUT + "liger_cross_entropy: true\n", "liger_cross_entropy = true: must be false with CutCrossEntropyPlugin"),
+        (CUT + "cut_cross_entropy: true\n", "config.yml:13: plugins = CutCrossEntropyPlugin: needs bf16 or fp16"),
+        (CUT + "bf16: false\n", "config.yml:9: plugins = CutCrossEntropyPlugin: needs bf16 or fp16"),
+        (
+            CUT + "rl: dpo\nprocess_reward_model: true\n",
+            ": plugins = CutCrossEntropyPlugin: must be left out with rl and reward_model",
         ),
         (QLORA + "process_reward_model: true\nlisa_n_layers: 4\n", "2 errors: (1) "),
         (QLORA + "model_type: AutoModelForTokenClassification\n", "must be AutoModelForCausalLM: heads other"),

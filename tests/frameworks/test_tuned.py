@@ -143,7 +143,7 @@ def test_experts_that_are_not_quantised_are_told(flags: dict[str, str], told: st
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_targets": "all-linear,q_proj"}, "all-linear alone"),
         ({"model": "llama-3-8b", "lora_targets": "q_proj"}, "--lora-rank"),
         ({"model": "llama-3-8b", "lora_rank": 8, "lora_dtype": "fp16"}, "bf16 or fp32"),
-        ({"model": "llama-3-8b", "lora_rank": 8, "loss": "cut"}, "must be plain or liger"),
+        ({"model": "llama-3-8b", "lora_rank": 8, "loss": "chunked"}, "must be plain, liger or cut"),
         ({"model": "llama-3-8b", "lora_rank": 8, "freeze_layers": 1}, "freezes the whole model"),
         (
             {"model": "gpt2", "lora_rank": 8, "framework": "megatron-deepspeed", "dtype": "fp16"},

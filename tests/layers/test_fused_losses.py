@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 from itertools import accumulate
+from typing import Literal
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -15,13 +17,23 @@ from memplan.layers.fused_losses import HeadLoss, liger_chunk
 from memplan.layers.huggingface import LayerShape
 from memplan.layers.module import Interface, Module, Options, Run, build
 from memplan.layers.tuning import Tuning
+from memplan.layers.work import Product
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import Plan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.plan.spec import ModelSpec
 from memplan.tape.events import Category, Drop, Hold, Tape
-from tests.oracle.fused_losses import Loss, Sizes, chunked, cut, last_tokens, liger as real_liger, traced_loss
+from tests.oracle.fused_losses import (
+    Loss,
+    Sizes,
+    chunked,
+    cut,
+    cut_is_forked,
+    last_tokens,
+    liger as real_liger,
+    traced_loss,
+)
 from tests.oracle.tracer import Change
 
 SIZES = [
@@ -36,8 +48,8 @@ def spec(h: int, v: int) -> ModelSpec:
     return read_plan(None, {name: str(value) for name, value in flags.items()}).plan.model
 
 
-def head(sizes: Sizes, loss: HeadLoss, tuning: Tuning | None = None) -> Module:
-    shape = LayerShape(spec(sizes.h, sizes.v), sizes.b, sizes.s, sizes.dtype, False)
+def head(sizes: Sizes, loss: HeadLoss, tuning: Tuning | None = None, counts: Literal["", "first"] = "") -> Module:
+    shape = LayerShape(spec(sizes.h, sizes.v), sizes.b, sizes.s, sizes.weight or sizes.dtype, False)
 
     def recipe(r: Recorder, x: Tensor | None) -> Run:
         assert x is not None
@@ -45,7 +57,7 @@ def head(sizes: Sizes, loss: HeadLoss, tuning: Tuning | None = None) -> Module:
         return Run(None, until_end=returned, loss=computed)
 
     interface = Interface((sizes.b, sizes.s, sizes.h), sizes.dtype)
-    return build("head", recipe, interface, Options(accumulates_in_place=False, tuning=tuning))
+    return build("head", recipe, interface, Options(accumulates_in_place=False, tuning=tuning, counts=counts))
 
 
 def of_tape(tape: Tape) -> list[int]:
@@ -114,10 +126,74 @@ def test_liger_with_a_frozen_weight(sizes: Sizes, fp32: bool) -> None:
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_cut(sizes: Sizes, fp32: bool) -> None:
     """Of the main branch: the release of January 2025 has other locks."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    pytest.importorskip("cut_cross_entropy.vocab_parallel", reason="cut cross entropy is not installed")
+    cut_of(forked=False)
     valids = -(-8 * sizes.b * (sizes.s - 1) // 512) * 512
     check(sizes, HeadLoss("cut", fp32_accumulators=fp32), cut(fp32=fp32), ends_with_loss=valids)
+
+
+def cut_of(*, forked: bool) -> None:
+    """Skips without Apple's cut cross entropy, or Axolotl's fork of it."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    pytest.importorskip("cut_cross_entropy.vocab_parallel", reason="cut cross entropy is not installed")
+    if cut_is_forked() is not forked:
+        pytest.skip("the cut cross entropy that is installed is the other one")
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_cut_makes_no_gradient_of_a_frozen_weight(trained: bool) -> None:
+    """128 tokens with labels of 129, h = 64, v = 1024, in bf16. At the peak of backward there are the loss's gradient
+    (512 bytes), the order of words (4 v), the hidden states' gradient (2 * 129 * 64 = 16,512, rounded to 16,896) with
+    one lock (512); of a weight that is trained its gradient, too (2 v h), with 8 locks (512)."""
+    sizes = Sizes(1, 129, 64, 1024, "bf16")
+    backward = head(sizes, HeadLoss("cut"), None if trained else Tuning()).first.backward
+    assert peak(of_tape(backward)) == 512 + 4 * 1024 + 16_896 + 512 + trained * (2 * 1024 * 64 + 512)
+
+
+@pytest.mark.parametrize(("kind", "frozen", "trained"), [("liger", 2, 3), ("cut", 3, 4)])
+def test_products_of_a_frozen_head(kind: str, frozen: int, trained: int) -> None:
+    """Logits, the gradient of hidden states, and that of a weight that is trained; cut cross entropy makes the logits
+    again in backward. Each multiplies 128 tokens, or for ``cut`` those with labels, by 64 by 1,024."""
+    sizes = Sizes(1, 128, 64, 1024, "bf16")
+    for tuning, count in ((Tuning(), frozen), (None, trained)):
+        work = head(sizes, HeadLoss(kind), tuning, "first").work
+        made = [(one, times) for one, times in (*work.forward, *work.backward) if isinstance(one, Product)]
+        multiplied = sum(times * one.times * one.m * one.n * one.k for one, times in made)
+        assert multiplied == count * (127 if kind == "cut" else 128) * 64 * 1024
+
+
+CUT_SIZES = [replace(sizes, weight="bf16") for sizes in SIZES]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("fp32", [False, True])
+@pytest.mark.parametrize("sizes", CUT_SIZES, ids=str)
+def test_cut_of_axolotl(sizes: Sizes, fp32: bool, trained: bool) -> None:
+    """Its weight is in 16 bits, and frozen beside adapters; hidden states are in fp32 behind layer norms under
+    autocast. Every event of forward; of backward its peak, and what it leaves, but for the loss, its gradient, and the
+    indices of tokens, which the function's context keeps as long as the caller has the loss."""
+    cut_of(forked=True)
+    indices = -(-8 * sizes.b * (sizes.s - 1) // 512) * 512
+    module = head(sizes, HeadLoss("cut", fp32_accumulators=fp32), None if trained else Tuning())
+    trace = traced_loss(cut(fp32=fp32), sizes, trained=trained)
+    assert drops_sorted(of_tape(module.first.forward)) == drops_sorted(of_trace(trace.forward))
+    backward = of_tape(module.first.backward)
+    cast = (0, indices + 512) if sizes.dtype == "fp32" else (0,)  # the cast's gradient comes behind all others
+    assert peak(of_trace(trace.backward)) - peak(backward) in cast
+    assert sum(backward) == sum(of_trace(trace.backward)) - 512 - indices
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_cut_of_axolotl_in_evaluation(trained: bool) -> None:
+    """A weight that is trained has mean logits without a graph, too: a parameter requires its gradient there."""
+    cut_of(forked=True)
+    sizes = Sizes(2, 40, 32, 200, "bf16")
+    module = head(sizes, HeadLoss("cut"), None if trained else Tuning())
+    trace = traced_loss(cut(fp32=False), sizes, trained=trained, backward=False)
+    ends = [-512]  # the loss, which the caller of the trace keeps
+    assert drops_sorted(of_tape(module.evaluation)) == drops_sorted(of_trace(trace.forward) + ends)
+    assert [event.name for event in module.evaluation if "average" in getattr(event, "name", "")] == (
+        ["logit_average"] if trained else []
+    )
 
 
 @pytest.mark.parametrize("chunks", [1, 4, 8])

@@ -31,13 +31,15 @@ class Sizes:
     h: int
     v: int
     dtype: str
+    weight: str = ""
+    """Dtype of the head's weight, where it is not that of hidden states."""
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Hidden states, weight and labels."""
-        dtype = DTYPES[self.dtype]
+        dtype, stored = DTYPES[self.dtype], DTYPES[self.weight or self.dtype]
         return (
             torch.zeros((self.b, self.s, self.h), dtype=dtype),
-            torch.zeros((self.v, self.h), dtype=dtype),
+            torch.zeros((self.v, self.h), dtype=stored),
             torch.zeros((self.b, self.s), dtype=torch.int64),
         )
 
@@ -53,24 +55,28 @@ class TracedLoss:
     backward: list[Change]
 
 
-def traced_loss(loss: Loss, sizes: Sizes, *, trained: bool = True) -> TracedLoss:
-    """``loss`` of one micro-batch under autograd; the weight is frozen unless ``trained``."""
+def traced_loss(loss: Loss, sizes: Sizes, *, trained: bool = True, backward: bool = True) -> TracedLoss:
+    """``loss`` of one micro-batch under autograd, unless there is no ``backward``; the weight is frozen unless
+    ``trained``."""
     trace = Trace()
     with on_no_device(), _without_kernels(), FakeTensorMode(allow_non_fake_inputs=True), Follow(trace):
         leaf, weight, labels = sizes.tensors()
         leaf.requires_grad_()
         weight.requires_grad_(trained)
-        hidden = leaf * 2.0
+        hidden = leaf * 2.0 if backward else leaf.detach() * 2.0
         start = len(trace.changes)
-        computed = loss(hidden, weight, labels)
+        with torch.set_grad_enabled(backward):
+            computed = loss(hidden, weight, labels)
         del hidden
         middle = len(trace.changes)
+        if not backward:
+            return TracedLoss(trace.changes[start:middle], [])
         computed.backward()  # type: ignore[no-untyped-call]
-        backward = trace.changes[middle:]
-        taken = next(change for change in reversed(backward) if change.op == "aten.mul.Tensor" and change.sign > 0)
-        handed_over = backward[backward.index(taken) + 1]
+        changes = trace.changes[middle:]
+        taken = next(change for change in reversed(changes) if change.op == "aten.mul.Tensor" and change.sign > 0)
+        handed_over = changes[changes.index(taken) + 1]
         assert (handed_over.sign, handed_over.bytes) == (-1, taken.bytes)
-        return TracedLoss(trace.changes[start:middle], [c for c in backward if c not in (taken, handed_over)])
+        return TracedLoss(trace.changes[start:middle], [c for c in changes if c not in (taken, handed_over)])
 
 
 def liger(*, fp32: bool, capability: tuple[int, int]) -> Loss:
@@ -135,8 +141,15 @@ def _without_kernels() -> Iterator[None]:
         yield
 
 
+def cut_is_forked() -> bool:
+    """Whether the cut cross entropy that is installed is Axolotl's, which gathers weights of ZeRO-3 again."""
+    from cut_cross_entropy.cce import CCEParams  # type: ignore[import-not-found, unused-ignore]
+
+    return "zero3_params" in CCEParams.__dataclass_fields__
+
+
 def cut(*, fp32: bool) -> Loss:
-    """Cut cross entropy as ``apply_lce`` calls it, with tokens shifted."""
+    """Cut cross entropy as ``apply_lce`` calls it, with tokens shifted; in Axolotl's fork by that itself."""
     from cut_cross_entropy import (  # type: ignore[import-not-found, unused-ignore]
         cce,
         cce_backward,
@@ -148,6 +161,14 @@ def cut(*, fp32: bool) -> Loss:
         return torch.argsort(average).to(torch.int32)
 
     def loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if cut_is_forked():
+            from cut_cross_entropy.transformers.utils import (  # type: ignore[import-not-found, unused-ignore]
+                PatchOptions,
+                apply_lce,
+            )
+
+            options = PatchOptions("cce", "mean", "auto", fp32, fp32, True, True, False)
+            return apply_lce(hidden, weight, labels, options)  # type: ignore[no-any-return]
         computed, _ = cce.cce_linear_cross_entropy(
             hidden, weight, labels, shift=True, accum_e_fp32=fp32, accum_c_fp32=fp32
         )

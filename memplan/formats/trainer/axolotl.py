@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from ...plan.errors import ABSENT, Node, PlanError, Value, guessed, together
-from .axolotl_keys import HARMLESS_PLUGINS, NOTED, OF_LOOPS, PLUGINS, REFUSED, WITHOUT_EFFECT
+from .axolotl_keys import CUT_PLUGIN, HARMLESS_PLUGINS, NOTED, OF_LOOPS, PLUGINS, REFUSED, WITHOUT_EFFECT
 from .keys import READ
 
 MARKS = ("base_model", "sequence_len", "sample_packing")
@@ -85,7 +85,8 @@ _OWN = frozenset(
     """
     plugins adapter lora_target_linear load_in_4bit load_in_8bit fp16 float16 bf16 bfloat16 sample_packing
     multipack_real_batches gradient_checkpointing fsdp fsdp_config fsdp_version dp_shard_size eval_batch_size
-    batch_size attn_implementation model_type type_of_model rl reward_model num_labels rl_adapter_ref_model
+    batch_size attn_implementation cut_cross_entropy model_type type_of_model rl reward_model num_labels
+    rl_adapter_ref_model
     """.split()  # noqa: SIM905
 )
 """Keys that are looked at below."""
@@ -179,12 +180,39 @@ def _refused(own: Mapping[str, Node], processes: int) -> Iterator[PlanError]:
             f"must be the number of GPUs, {processes} (--gpus N): replicas of shards are --fsdp-replicas",
         )
     for node in _plugins(own):
-        name = _class(node)
-        off = name == "CutCrossEntropyPlugin" and own.get("cut_cross_entropy", node).value is False
-        if name in PLUGINS and not off:
+        if (name := _class(node)) in PLUGINS:
             yield PlanError("plugins", name, f"must be left out: {PLUGINS[name]}", origin=node.origin)
+    yield from _refused_cut(own)
     yield from _refused_heads(own)
     yield from _refused_bits(own)
+
+
+def _cuts(own: Mapping[str, Node]) -> Node | None:
+    """What turns cut cross entropy on: its plugin, unless its key is off (``CutCrossEntropyArgs``)."""
+    plugin, key = next((one for one in _plugins(own) if _class(one) == CUT_PLUGIN), None), own.get("cut_cross_entropy")
+    if plugin is None or key is None:
+        return plugin
+    return key if key.value not in (None, False) else None
+
+
+def _refused_cut(own: Mapping[str, Node]) -> Iterator[PlanError]:
+    """Cut cross entropy where Axolotl stops, or does not run it (``integrations/cut_cross_entropy/args.py``,
+    ``check_cross_entropy_conflicts`` of ``utils/schemas/validation.py``)."""
+    key, cut = own.get("cut_cross_entropy"), _cuts(own)
+    if key is not None and key.value not in (None, False) and cut is None:
+        plugin = f"axolotl.integrations.cut_cross_entropy.{CUT_PLUGIN}"
+        yield key.wrong("cut_cross_entropy", f"needs {plugin} among plugins, without which Axolotl does not know it")
+    if cut is None:
+        return
+    bf16, fp16 = (own.get(name, Node(None, cut.origin)).value for name in ("bf16", "fp16"))
+    if not (bf16 or fp16) and (cut is key or bf16 is not None):
+        yield PlanError("plugins", CUT_PLUGIN, "needs bf16 or fp16, without which Axolotl stops", origin=cut.origin)
+    for name in ("liger_cross_entropy", "liger_fused_linear_cross_entropy"):
+        if name in own and own[name].value:
+            yield own[name].wrong(name, f"must be false with {CUT_PLUGIN}: both are in the place of one loss")
+    if _prefers(own) or _scores(own):
+        problem = "must be left out with rl and reward_model, whose losses it is not in the place of"
+        yield PlanError("plugins", CUT_PLUGIN, problem, origin=cut.origin)
 
 
 def _refused_bits(own: Mapping[str, Node]) -> Iterator[PlanError]:
@@ -261,10 +289,10 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         for name in _KERNELS:
             if of(name).value is not False and (on(name) or not prefers):  # check_auto_enable_lora_kernels
                 yield name, True, of(name)
-    elif is_whole and kernel in (None, "sdpa", "eager"):
+    elif is_whole and kernel in (None, "sdpa", "eager") and _cuts(own) is None:
         problem = (
-            "must be flash_attention_2 or flash_attention_3 where all parameters are trained: without, Axolotl "
-            "keeps norms, embeddings and head in fp32, which is not modelled"
+            "must be flash_attention_2 or flash_attention_3 where all parameters are trained: without, and without cut "
+            "cross entropy, Axolotl keeps norms, embeddings and head in fp32, which is not modelled"
         )
         raise PlanError("attn_implementation", kernel or ABSENT, problem, origin=(attention or written).origin)
     if on("load_in_8bit"):
@@ -301,6 +329,8 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
         off = {piece: Node(False, first.origin) for piece in _LIGER.values()}
         yield "use_liger_kernel", True, first
         yield "liger_kernel_config", {**off, **pieces}, first
+    if (cut := _cuts(own)) is not None:
+        yield "cut_cross_entropy", True, cut
     checkpoints = of("gradient_checkpointing")
     if checkpoints.value not in (None, False, True):
         raise checkpoints.wrong(

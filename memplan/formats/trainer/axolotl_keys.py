@@ -28,7 +28,6 @@ that save the logits and a number for each token, and make their gradient at onc
 ``_apply_trl_trainer_utils_patches``; ``monkeypatch/trainer/utils.py``)."""
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        "cut_cross_entropy": "Apple's cut cross entropy is not modelled",
         "chunked_cross_entropy": "a loss in chunks of Axolotl's own is not modelled",
         "tiled_mlp": "an MLP that runs in tiles is not modelled",
         "activation_offloading": "activations that are kept on the host are not modelled",
@@ -85,7 +84,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
 """Keys that change the estimate, and why one that is set is refused."""
 PLUGINS: Mapping[str, str] = MappingProxyType(
     {
-        "CutCrossEntropyPlugin": REFUSED["cut_cross_entropy"],
         "GrokfastPlugin": "a moving average of gradients is not modelled",
         "SpectrumPlugin": "parameters chosen by pattern are not modelled; --freeze-layers N is",
         "KDPlugin": "a teacher's logits are not modelled",
@@ -98,8 +96,9 @@ PLUGINS: Mapping[str, str] = MappingProxyType(
         "NemoGymPlugin": REFUSED["nemo_gym_enabled"],
     }
 )
-"""Of ``integrations``, by class: those that change the estimate, and why; the first may be turned off by its key."""
-HARMLESS_PLUGINS = frozenset({"LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin"})
+"""Of ``integrations``, by class: those that change the estimate, and why."""
+CUT_PLUGIN = "CutCrossEntropyPlugin"
+HARMLESS_PLUGINS = frozenset({CUT_PLUGIN, "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin"})
 """Plugins that do nothing by themselves, or whose keys say what they do."""
 _WHOLE = "the model is taken to lie whole, or sharded as the file says, on each GPU"
 _VOCABULARY = "the vocabulary is taken to be the model's; a larger one is --vocab N"

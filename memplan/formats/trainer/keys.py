@@ -63,6 +63,7 @@ READ = frozenset(
         "fsdp_config",
         "use_liger_kernel",
         "liger_kernel_config",
+        "cut_cross_entropy",
         "packing",
         "packing_strategy",
         "padding_free",

@@ -203,6 +203,12 @@ def _liger(reader: Reader) -> None:
         put("loss.kind", Node(kind, config.origin), "fused_linear_cross_entropy")
 
 
+def _cut(reader: Reader) -> None:
+    """Axolotl's own: Apple's loss in the place of the model's, or of what Liger's set comes with."""
+    if (node := reader.settings.on("cut_cross_entropy")) is not None:
+        reader.building.put("loss.kind", Node("cut", node.origin), "cut_cross_entropy")
+
+
 _VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
@@ -315,6 +321,7 @@ ROWS = (
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
     Row("torch_compile", "compile", read=_compiled),
     Row("use_liger_kernel", "kernels.set", read=_liger),
+    Row("cut_cross_entropy", "loss.kind", read=_cut),
 )
 """With the defaults of ``TrainingArguments``; lengths are keys of scripts, of TRL, and of FastChat."""
 PRECISION = (Row("bf16", "precision.dtype", read=_precision),)
