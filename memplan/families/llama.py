@@ -14,7 +14,6 @@ from ..layers.huggingface import (
     Shared,
     activation,
     attention,
-    eager_rms_norm,
     linear,
     repeated,
     rms_norm,
@@ -78,9 +77,9 @@ def projection(r: Recorder, hidden: Tensor, name: str, heads: int, shape: LayerS
 
 
 def normed(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:
-    """Queries and keys of Qwen 3 are normed per head, of OLMoE all heads together."""
+    """Queries and keys of Qwen 3 are normed per head (by Liger's kernel from 0.8.5 on), of OLMoE all heads together."""
     normed = name != "value" and shape.spec.qk_norm
-    return (family(shape.spec.family).norm or eager_rms_norm)(r, x, f"{name}_norm") if normed else x
+    return (family(shape.spec.family).norm or rms_norm)(r, x, f"{name}_norm") if normed else x
 
 
 def seen_as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerShape) -> Tensor:

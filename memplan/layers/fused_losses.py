@@ -109,7 +109,7 @@ class HeadLoss:
     @property
     def reads_weight(self) -> bool:
         """The model's own forward reads the head's weight, whose module does not run."""
-        return self.kind == LOG_PROBABILITIES
+        return self.kind in (LOG_PROBABILITIES, "liger")
 
 
 PLAIN = HeadLoss()
@@ -206,7 +206,6 @@ def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -
     total, grad_weight = liger_chunks(r, weight, loss, n)
     held = [grad_input.view(b, s, h), *([grad_weight] if grad_weight is not None else [])]
     del grad_input, grad_weight, labels, shifted
-    needed = 1 + (weight.node is not None)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         one = r.empty((), "fp32", "one")
@@ -215,7 +214,7 @@ def liger_head(r: Recorder, hidden: Tensor, shape: LayerShape, loss: HeadLoss) -
         del one, equal, every
         return handed_back(r, held)
 
-    total.node = r.node((hidden, weight)[:needed], (), backward, work=liger_work(n, weight, dtype))
+    total.node = r.node((hidden, weight), (), backward, work=liger_work(n, weight, dtype))
     return total
 
 
@@ -235,7 +234,7 @@ def shifted_liger_head(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | Unsummed | None]:
         return handed_back(r, held)
 
-    total.node = r.node((shifted.view(n, h), weight)[: 1 + trained], (), backward, work=liger_work(n, weight, dtype))
+    total.node = r.node((shifted.view(n, h), weight), (), backward, work=liger_work(n, weight, dtype))
     del shifted, labels
     return total
 
@@ -324,10 +323,11 @@ def adds_in_place(loss: HeadLoss, dtype: str) -> bool:
 
 
 def handed_back(r: Recorder, held: list[Tensor]) -> list[Tensor | Unsummed | None]:
-    """Gradients that were made in forward, under the names of those of backward."""
+    """Gradients that were made in forward, under the names of those of backward; a frozen weight has none."""
     shapes = [(gradient.shape, gradient.dtype) for gradient in held]
     held.clear()
-    return [r.empty(shape, dtype, f"grad_head_{name}") for name, (shape, dtype) in zip(NAMES, shapes, strict=False)]
+    made = [r.empty(shape, dtype, f"grad_head_{name}") for name, (shape, dtype) in zip(NAMES, shapes, strict=False)]
+    return [*made, *[None] * (len(NAMES) - len(made))]
 
 
 NAMES = ("input", "weight")

@@ -2,7 +2,7 @@
 fms-acceleration ships them.
 
 Unsloth: foundation-model-stack/fms-acceleration, ``plugins/fused-ops-and-kernels``, ``kernels/unsloth``
-(``rms_layernorm.py``, ``rope_embedding.py``, ``cross_entropy_loss.py``). Liger 0.8: ``ops/rms_norm.py``,
+(``rms_layernorm.py``, ``rope_embedding.py``, ``cross_entropy_loss.py``). Liger 0.8.5: ``ops/rms_norm.py``,
 ``ops/rope.py``, ``ops/swiglu.py``, ``ops/cross_entropy.py``. All of them write over what they are given: gradients of
 norms and rotary embeddings over those that arrive, queries and keys over themselves, gradients of logits over logits.
 Shapes: b micro-batch, s sequence, h hidden, a heads, d features of a head, v vocabulary.
@@ -70,19 +70,22 @@ class RmsNorm:
     """Saves its input and the reciprocal deviations, fp32; the gradient of the input is written over its output's."""
 
     processors: int = 0
-    """Liger: every multiprocessor of the GPU sums a gradient of the weight in fp32, if it is frozen, too. 0: Unsloth's,
-    which has no gradient of the weight: frameworks that lay out all gradients together fill it with zeros."""
+    """Liger: every multiprocessor of the GPU sums a gradient of the weight in fp32. 0: Unsloth's, which has no gradient
+    of the weight: frameworks that lay out all gradients together fill it with zeros."""
+    sums_frozen: bool = False
+    """Liger before 0.8.5: of a frozen weight, too (``rms_norm_backward``, which had no ``needs_dw``)."""
 
     def __call__(self, r: Recorder, x: Tensor, weight: Tensor, name: str) -> Tensor:
         h, dtype, trained, processors = x.shape[-1], weight.dtype, weight.node is not None, self.processors
+        sums = processors > 0 and (trained or self.sums_frozen)
         out = r.empty(x.shape, x.dtype, name)
         deviations = r.empty((prod(x.shape[:-1]),), "fp32", f"{name}_rstd")
 
         def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
             gradient = incoming(gradients)
-            parts = r.empty((processors, h), "fp32", f"grad_{name}_parts") if processors else None
-            summed = r.empty((h,), "fp32", f"grad_{name}_sum") if processors and dtype != "fp32" else None
-            of_weight = r.empty((h,), dtype, f"grad_{name}_weight") if processors or trained else None
+            parts = r.empty((processors, h), "fp32", f"grad_{name}_parts") if sums else None
+            summed = r.empty((h,), "fp32", f"grad_{name}_sum") if sums and dtype != "fp32" else None
+            of_weight = r.empty((h,), dtype, f"grad_{name}_weight") if sums or trained else None
             del parts, summed
             return [gradient.view(*gradient.shape), of_weight if trained else None]
 

@@ -180,6 +180,7 @@ def _other_choices(plan: ResolvedPlan, runs: ResolvedPlan) -> Iterator[str]:
         (runs.optimizer.name != plan.optimizer.name, f"with {runs.optimizer.name} in place of {plan.optimizer.name}"),
         (runs.recompute.mode != plan.recompute.mode, "without selective recompute"),
         (runs.loss.kind != plan.loss.kind, f"with the {runs.loss.kind} loss in place of {plan.loss.kind}"),
+        (runs.kernels != plan.kernels, "with transformers' own operators in place of kernels"),
         (plan.pipeline != Pipeline(schedule=plan.pipeline.schedule), "in stages as torchtitan cuts them"),
         ((plan.deepspeed.offload_optimizer, plan.deepspeed.offload_param) != ("none", "none"), "without offload"),
         (plan.optimizer.precision_aware, "with states of the parameters' dtype or fp32"),

@@ -25,7 +25,7 @@ from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 AVAILABLE = importlib.util.find_spec("deepspeed") is not None
 """Whether DeepSpeed is installed: ``pip install deepspeed`` with ``DS_BUILD_OPS=0`` (10 MB, no CUDA needed)."""
@@ -88,6 +88,7 @@ DEEPSEEK = {
 }
 SIZES |= {
     "qwen2": OF_LLAMA,
+    "qwen3": {**OF_LLAMA, "head_dim": 16, "tie_word_embeddings": True},
     "phi3": {**OF_LLAMA, "pad_token_id": 0, "eos_token_id": 0},
     "gemma2": {**GROUPED, "head_dim": 16, "sliding_window": 16},
     "opt": {**UNNAMED, "ffn_dim": 176, "dropout": 0.0},
@@ -201,6 +202,8 @@ class Case:
     """Linear layers with peft's adapters, by their names."""
     trainer: str = ""
     """``dpo`` or ``grpo``: whose loss of trl's it is (needs trl 1.16); with one pair, or two completions."""
+    liger: Literal["", "layers", "all"] = ""
+    """Liger's kernels, which do nothing here, in the place of the layers' operators, or of the loss, too."""
 
 
 CASES: dict[str, Case] = {
@@ -308,6 +311,14 @@ CASES: dict[str, Case] = {
     "z3-dpo-adapters-recompute": Case(3, zero=SMALL_3, recompute=True, lora=EVERY_LINEAR, trainer="dpo"),
     "z2-dpo": Case(2, zero=SMALL, trainer="dpo"),
     "z2-dpo-adapters": Case(2, zero=SMALL, lora="q_proj,v_proj", trainer="dpo"),
+    "z3-liger": Case(3, zero=SMALL_3, microbatches=2, liger="all"),
+    "z3-liger-recompute": Case(3, recompute=True, liger="all"),
+    "z3-liger-layers": Case(3, zero=SMALL_3, liger="layers"),
+    "z3-liger-tied": Case(3, family="qwen3", zero=SMALL_3, liger="all"),
+    "z3-liger-adapters": Case(3, zero=SMALL_3, lora="q_proj,v_proj", liger="all"),
+    "z2-liger": Case(2, zero=SMALL, microbatches=2, liger="all"),
+    "z1-liger": Case(1, zero=SMALL, recompute=True, liger="all"),
+    "z0-liger": Case(0, liger="all"),
     "z3-grpo": Case(3, zero=SMALL_3, recompute=True, trainer="grpo"),
 }
 
@@ -404,7 +415,7 @@ def run_rank(case: Case) -> dict[str, Any]:
     import torch
     import transformers
 
-    from . import delta_kernels
+    from . import delta_kernels, triton_functions
     from .tracer import Follow, Trace
 
     deepspeed: Any = import_module("deepspeed")
@@ -439,6 +450,9 @@ def run_rank(case: Case) -> dict[str, Any]:
         model = auto.from_config(config, dtype=dtype, attn_implementation="eager").train()
         if hasattr(config, "linear_num_value_heads"):
             delta_kernels.install(model)
+        if case.liger:
+            patches = triton_functions.kept("liger_kernel", "transformers.monkey_patch")
+            patches._apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=case.liger == "all")
         if case.recompute:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if case.lora:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import find_spec, spec_from_file_location
 from itertools import accumulate
 from pathlib import Path
@@ -123,12 +123,28 @@ class _OnCpu(SourceFileLoader):
         raise OSError  # no bytecode of the file as it stands
 
 
-class _Finder:
-    """Finds ``on_cpu.PACKAGE`` where PACKAGE is, without running what its ``__init__`` runs."""
+class _Filled(_OnCpu):
+    """Zeros where kernels would write."""
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+    def get_data(self, path: str) -> bytes:
+        return super().get_data(path).replace(b"torch.empty", b"torch.zeros")
+
+
+class _Finder:
+    """Finds ``on_cpu.PACKAGE`` where PACKAGE is, without running what its ``__init__`` runs; and ``whole``, a package,
+    by its own name."""
+
+    def __init__(self, whole: str = "") -> None:
+        self.whole = whole
+
+    def find_spec(self, name: str, path: Any = None, target: object = None) -> ModuleSpec | None:
         if name == "triton" or name.startswith("triton."):
             return ModuleSpec(name, _Made())
+        if name.split(".")[0] == self.whole:
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None and spec.origin is not None:
+                spec.loader = _Filled(name, spec.origin)
+            return spec
         if not name.startswith("on_cpu."):
             return None
         package, *parts = name.split(".")[1:]
@@ -179,3 +195,14 @@ def loaded(package: str, module: str) -> Any:
     """``module`` of an installed ``package``, on the CPU."""
     with _stand_ins():
         return import_module(f"on_cpu.{package}.{module}")
+
+
+def kept(package: str, module: str) -> Any:
+    """``module`` of a whole ``package``, on the CPU for an A100, for the rest of a process of its own: what it imports
+    later is found so, too. What torch itself imports of Triton comes first."""
+    import_module("torch._functorch.aot_autograd")
+    sys.meta_path.insert(0, _Finder(package))  # type: ignore[arg-type]
+    device = SimpleNamespace(multi_processor_count=PROCESSORS)
+    torch.cuda.get_device_properties = lambda at=None: device
+    torch.cuda.get_device_capability = lambda at=None: (8, 0)
+    return import_module(f"{package}.{module}")

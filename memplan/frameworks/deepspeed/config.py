@@ -71,10 +71,15 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
         ),
         (
             "loss.kind",
-            zero.stage == 3 and plan.loss.kind != "plain",
-            "must be plain at stage 3: a fused loss reads the head's weight outside its module, and how ZeRO-3 "
-            "gathers such a parameter is not modelled",
+            zero.stage == 3 and plan.loss.kind not in ("plain", "liger"),
+            "must be plain or liger at stage 3: how ZeRO-3 gathers the head's weight for others is not modelled",
         ),
+    )
+    plan.refuse(
+        *(
+            (f"kernels.{name}", value == "unsloth", "must be eager or liger: Unsloth's are not modelled with deepspeed")
+            for name, value in plan.kernels.changed()
+        )
     )
     refuse_apart(plan, "under deepspeed")
     check_adapters(plan, zero)

@@ -136,7 +136,10 @@ class Coordinator:
             self.backwards[step.module] = self.backwards.pop(step.module, None)
         elif during == "recompute" and self.backwards:
             frozen = {id for id in wanted if not self.parameters[id].trained and not self.parameters[id].persists}
-            self.recomputed.setdefault(next(reversed(self.backwards)), set()).update(frozen)
+            owner = next(reversed(self.backwards))
+            self.recomputed.setdefault(owner, set()).update(frozen)
+            for id in frozen:
+                self.active.setdefault(id, set()).add(owner)
         changes += self._gather([id for id in wanted if self.status[id] is Status.PARTITIONED])
         for id in wanted:
             self.active.setdefault(id, set()).add(step.module)

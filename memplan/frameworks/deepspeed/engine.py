@@ -22,6 +22,7 @@ from functools import lru_cache
 from ...families import family
 from ...layers.fused_losses import PLAIN, HeadLoss
 from ...layers.huggingface import LayerShape
+from ...layers.kernels import Kernels
 from ...layers.module import Module, Options
 from ...layers.tuning import Tuning
 from ...optimizers.bitsandbytes import quantisation_maps
@@ -32,7 +33,7 @@ from ...tape.program import Program, Span, fold_program
 from ...values import dataclass, replace
 from ..plain import hooked, preferences, trainer
 from ..plain.hooked import Model
-from ..plain.programs import buffers, head_loss, inputs, layer_shape
+from ..plain.programs import buffers, head_loss, inputs, kernels_of, layer_shape
 from ..plain.recipes import EMBEDDED, keeps_embedded
 from ..plain.returned import NOTHING, Returned, kept
 from ..plain.tuned import frozen_layer, kept_beside, shared_table, tuning_of
@@ -56,11 +57,12 @@ class Setting:
     microbatches: int
     tuning: Tuning | None = None
     loss: HeadLoss = PLAIN
+    kernels: Kernels | None = None
 
     @property
     def options(self) -> Options:
-        """Of recipes of which only parameters count."""
-        return Options(tuning=self.tuning)
+        """Of recipes."""
+        return Options(tuning=self.tuning, kernels=self.kernels)
 
     @property
     def accumulates(self) -> str:
@@ -82,7 +84,7 @@ class Setting:
 def setting_of(plan: ResolvedPlan, zero: Zero) -> Setting:
     """That of a resolved plan."""
     recompute = plan.recompute.mode == "full"
-    how = (plan.optimizer, recompute, plan.microbatches, cast_tuning(plan), head_loss(plan))
+    how = (plan.optimizer, recompute, plan.microbatches, cast_tuning(plan), head_loss(plan), kernels_of(plan))
     if plan.runs_reference and not preferences.has_model(plan):
         zero = untraced(zero)
     return Setting(zero, plan.layout.dp, layer_shape(plan).dtype, *how)
@@ -151,7 +153,7 @@ def by_rank(plan: ResolvedPlan, options: Options, zero: Zero, rank: int | None =
     gradients."""
     check(plan, zero)
     shape, setting = layer_shape(plan), setting_of(plan, zero)
-    options = replace(options, tuning=setting.tuning)
+    options = replace(options, tuning=setting.tuning, kernels=setting.kernels)
     given = [*inputs(shape, 0, plan.loop.inputs), *preferences.batch(plan, (shape.b, shape.s))]
     beside = (
         *given * (plan.microbatches if trainer.runs(plan) else 1),

@@ -33,7 +33,7 @@ class Deepspeed(Framework):
         mixtures=("experts", "latent_kv_rank", "linear_interval"),
         sizes=frozenset({"dp"}),
         zero=(0, 1, 2, 3),
-        sections=("deepspeed", "lora", "quantisation", "trainer"),
+        sections=("deepspeed", "lora", "quantisation", "kernels", "trainer"),
         optimizers=("sgd", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit"),
         optimizers_refused={
             "muon": "DeepSpeed's own Muon takes whole matrices out of ZeRO's buckets, which is not modelled"

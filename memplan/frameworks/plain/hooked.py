@@ -145,6 +145,16 @@ def with_adapters(own: Submodules, targets: frozenset[str]) -> Submodules:
     )
 
 
+def without_activation(own: Submodules) -> Submodules:
+    """Those of a layer whose SwiGLU is one kernel: between the products of gate and up no activation runs
+    (``LigerSwiGLUMLP.forward``)."""
+    forward = {"gate": own.after_forward.get("gate", 0) - 1}
+    backward = {"up": own.after_backward.get("up", 0) - 1}
+    return replace(
+        own, after_forward={**own.after_forward, **forward}, after_backward={**own.after_backward, **backward}
+    )
+
+
 def _hooked(
     name: str,
     recipe: Recipe,
@@ -157,6 +167,8 @@ def _hooked(
 ) -> HookedModule:
     """As ``layers.module.build``, with hooks in every role."""
     submodules = family_of(family).submodules or {}
+    if options.kernels is not None and options.kernels.gated is not None and "layer" in submodules:
+        submodules = {**submodules, "layer": without_activation(submodules["layer"])}
     if options.tuning is not None and options.tuning.adapters is not None:
         submodules = {**submodules, name: with_adapters(submodules.get(name, NONE), options.tuning.adapters.targets)}
 

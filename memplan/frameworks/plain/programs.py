@@ -199,14 +199,18 @@ def kernels_of(plan: ResolvedPlan) -> Kernels | None:
     """What the plan's pieces are in the recipes; ``None`` where all are eager."""
     given = plan.kernels
     processors = MULTIPROCESSORS.get(plan.hardware.gpu or "", LIKELY_PROCESSORS)
+    sums_frozen = liger_version(plan.loss) < SKIPS_FROZEN
     made = Kernels(
-        norm={"liger": RmsNorm(processors), "unsloth": RmsNorm()}.get(given.norm or ""),
+        norm={"liger": RmsNorm(processors, sums_frozen), "unsloth": RmsNorm()}.get(given.norm or ""),
         rope={"liger": LIGER_ROPE, "unsloth": UNSLOTH_ROPE}.get(given.rope or ""),
         gated={"liger": liger_swiglu}.get(given.mlp or ""),
         delta=given.delta == "fla",
     )
     return None if made == Kernels() else made
 
+
+SKIPS_FROZEN = (0, 8, 5)
+"""Liger from which norms sum no gradient of a frozen weight."""
 
 LIKELY_PROCESSORS = 132
 """Multiprocessors of a GPU that nobody named: an H100's."""
