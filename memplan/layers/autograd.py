@@ -408,7 +408,7 @@ class Recorder(Counting):
             node.saved = ()
             node.backward = nothing
             node.frame = None
-            added: list[Tensor] = []  # what was added to another lives as long as the node's other gradients
+            squares, added = _squares(node, produced), list[Tensor]()
             for edge in node.inputs:
                 produced_one = produced.pop()
                 if edge is None:
@@ -422,7 +422,7 @@ class Recorder(Counting):
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if produced_one is not None:
                     self._arrive(buffer, slot, produced_one, target)
-                    if buffer[slot] is not produced_one:
+                    if squares and buffer[slot] is not produced_one:
                         added.append(produced_one)
                 del produced_one
                 waiting[target] -= 1
@@ -543,6 +543,15 @@ class _Static(Recorder):
 
 
 _STATIC = Storage(_Static(), 0, 0, Category.PARAMETERS, 0)
+
+
+def _squares(node: Node, produced: Gradients) -> bool:
+    """``x * x``, both of whose gradients go to one node: each lives until both have been added. Of two views of one
+    tensor, whose nodes recipes leave out, gradients have other shapes, and end one after the other."""
+    if len(produced) != 2 or node.inputs[0] is None or node.inputs[0] != node.inputs[1]:
+        return False
+    first, second = produced
+    return first is not None and second is not None and first.shape == second.shape
 
 
 def _dependencies(root: Node) -> dict[Node, int]:

@@ -52,10 +52,9 @@ def counted(config: Any) -> tuple[int, int]:
     return flops.get_total_flops(), sum(one.numel() for one in model.parameters())
 
 
-def plan_of(folder: Path, name: str) -> ResolvedPlan:
+def plan_of(folder: Path, name: str, **own: str) -> ResolvedPlan:
     """Of the same model in framework ``name``, with two micro-batches a step."""
     sizes = {"model": str(folder), "gpu": "h100-80gb", "gpus": "1", "mbs": str(B), "accumulation": "2", "seq": str(S)}
-    own = {"attention": "eager"} if name == "single" else {}
     return resolve(read_plan(None, {**sizes, **own, "framework": name, "dtype": "bf16"}).plan)
 
 
@@ -83,7 +82,8 @@ def test_flops_are_those_that_pytorch_counts(name: str, tmp_path: Path) -> None:
     config.vocab_size = 1024
     config.to_json_file(tmp_path / "config.json", use_diff=False)
     expected = counted(config)
-    made = plan_of(tmp_path, "single")
+    kernels = {"delta-kernel": "fla"} if "linear_num_value_heads" in config else {}
+    made = plan_of(tmp_path, "single", attention="eager", **kernels)
     assert planned(made) == expected
     if not made.model.linear_interval and made.model.family != "llama4_text":
         assert model_flops(made) == pytest.approx(2 * expected[0], rel=1e-12)
