@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from memplan import __version__
 from memplan.cli import main
@@ -357,6 +357,7 @@ ARGUMENTS: Any = st.lists(WORDS | st.text(max_size=6) | st.integers(-9, 99).map(
 @needs_estimate
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments=ARGUMENTS)
+@example(arguments=["~\0"])
 def test_any_arguments_give_a_result_or_one_line(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

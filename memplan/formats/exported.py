@@ -192,10 +192,12 @@ def _flags_beside(plan: ResolvedPlan, target: Target, draft: Draft) -> Flags:
 
 
 def _all_beside(plan: ResolvedPlan, target: Target) -> dict[str, str | tuple[str, ...]]:
-    """Flags for every field beside the configuration that is not at its default."""
+    """Flags for every field beside the configuration that is not at its default, and for the dtype, whose default
+    depends on the GPU."""
     flags: dict[str, str | tuple[str, ...]] = {}
     for path, known in plan_fields().items():
-        if known.flag and path != "model" and target.may_be_flag(path) and plan.at(path) != known.default:
+        said = plan.at(path) != known.default or path == "precision.dtype"
+        if known.flag and path != "model" and target.may_be_flag(path) and said:
             name, value = as_flag(plan, path)
             flags[name] = value
     return flags

@@ -32,7 +32,7 @@ def path_of(text: str, folder: Path | None = None) -> Path:
     """The path that ``text`` names, from ``folder`` if it is relative; ``~`` is the user's home."""
     try:
         path = Path(text).expanduser()
-    except RuntimeError:  # no such user: then it is a name like any other
+    except (RuntimeError, ValueError):  # no such user, or none that can be: then it is a name like any other
         path = Path(text)
     return path if folder is None else folder / path
 

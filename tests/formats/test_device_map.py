@@ -28,6 +28,12 @@ def test_what_is_exported_reads_back_as_the_plan(plan: Plan) -> None:
     round_trip(plan, TARGET)
 
 
+def test_a_dtype_without_which_the_map_cannot_be_read_is_a_flag_beside_it() -> None:
+    """Without it the plan is one in fp16, the dtype of a V100, in which gated delta nets need another kernel."""
+    flags = {"model": "qwen3.5-9b", "framework": "device-map", "gpu": "v100-16gb", "gpus": "2", "layers": "4"}
+    assert round_trip(read_plan(None, flags | {"dtype": "bf16"}).plan, TARGET).flags["dtype"] == "bf16"
+
+
 @pytest.mark.parametrize("name", ["gpt2-xl-4gpu", "gpt2-xl-8gpu"])
 def test_examples(name: str) -> None:
     assert name in examples()
