@@ -132,8 +132,10 @@ def _delta_operators(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterato
     layers = sum(spec.is_linear(layer) for layer in range(spec.layers))
     if not layers or plan.kernels.delta == "fla":
         return
-    chunks = (plan.batch.mbs, spec.linear_value_heads, -(-plan.batch.seq // DELTA_CHUNK))
-    size = 5 * hold_bytes((*chunks, DELTA_CHUNK, DELTA_CHUNK), "fp32")
+    from .layers.gated_delta import CHUNK  # of which few plans have any
+
+    chunks = (plan.batch.mbs, spec.linear_value_heads, -(-plan.batch.seq // CHUNK))
+    size = KEPT_PRODUCTS * hold_bytes((*chunks, CHUNK, CHUNK), "fp32")
     kept = layers if plan.recompute.mode == "none" else 1
     yield Notice(
         "delta-operators",
@@ -143,8 +145,8 @@ def _delta_operators(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterato
     )
 
 
-DELTA_CHUNK = 64
-"""Tokens of which ``torch_chunk_gated_delta_rule`` makes products; it keeps five for each head."""
+KEPT_PRODUCTS = 5
+"""Of a chunk's tokens with one another, which autograd keeps of ``torch_chunk_gated_delta_rule`` for each head."""
 
 
 def _padding(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
