@@ -1,8 +1,8 @@
 """What transformers' gated delta nets run where flash-linear-attention and causal-conv1d are not installed
 (``models/qwen3_5/modeling_qwen3_5.py``, ``models/qwen3_next/modeling_qwen3_next.py``: ``causal_conv1d_fn``,
 ``torch_chunk_gated_delta_rule``, ``l2norm``): PyTorch's operators, in fp32, chunk by chunk. Most of the memory is in
-matrices of each chunk's tokens with one another, of which autograd keeps five for a head, and in backward in what fills a
-whole tensor for each chunk.
+matrices of each chunk's tokens with one another, of which autograd keeps five for a head, and in backward in what
+fills a whole tensor for each chunk.
 
 Variables of the rule live until it returns, and so do those here. Shapes: b sequences of s tokens, s' with padding to
 whole chunks; v heads of values of e features, of keys of d features; m channels of the convolution, c chunks of 64.
