@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..layers.experts import Mixed
     from ..layers.huggingface import Layer, LayerShape, Shared
     from ..plan.errors import Scalar
+    from ..plan.spec import ModelSpec
     from .llama import Projecting
 
 REQUIRED = object()
@@ -171,6 +172,8 @@ class Family:
     """and stay in fp32, whatever the dtype of hidden states."""
     attention: Callable[[Recorder, Tensor, Shared, LayerShape], tuple[Tensor, Tensor | None]] | None = None
     """What a layer like Llama's or GPT-2's has in place of its attention."""
+    mlp: Callable[[Recorder, Tensor, ModelSpec], Tensor] | None = None
+    """What a layer like Llama's has in place of its MLP."""
     as_llama_since: Version = ()
     """Releases before have a rotary embedding in every layer, and repeat keys and values for the package's kernel."""
     multi_head: bool = False

@@ -3,15 +3,14 @@ them, and norms of queries and keys; where it has windows, every fourth layer se
 
 from __future__ import annotations
 
-from ..layers import ops
-from ..layers.autograd import Recorder, Tensor
+from ..layers.autograd import Recorder
 from ..layers.coverage import LLAMA, reads
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
-from ..layers.huggingface import LayerShape, Shared, norm
+from ..layers.huggingface import LayerShape, Shared
 from ..plan.releases import LIBRARIES
 from ..values import replace
-from . import family
 from .base import NO_BIASES, Config, Submodules, key
+from .gemma2 import gemma2_layer
 from .llama import (
     ATTENTION,
     CONSTANTS,
@@ -20,23 +19,7 @@ from .llama import (
     NORMED_LAST,
     SILU,
     SUBMODULES,
-    llama_attention,
-    llama_mlp,
 )
-
-
-def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``Exaone4DecoderLayer.forward``."""
-    spec = shape.spec
-    residual = hidden
-    hidden, _ = (family(spec.family).attention or llama_attention)(r, hidden, shared, shape)
-    hidden = norm(r, hidden, spec, "attention_output_norm")
-    hidden = ops.add(r, residual, hidden, "residual_attention")
-    residual = hidden
-    hidden = llama_mlp(r, hidden, spec)
-    hidden = norm(r, hidden, spec, "mlp_output_norm")
-    hidden = ops.add(r, residual, hidden, "residual_mlp")
-    return hidden  # noqa: RET504 - the variable ends its tensor's life
 
 
 def embedding(r: Recorder, shape: LayerShape) -> Embedded:
@@ -70,7 +53,7 @@ EXAONE4 = replace(
         "norm_place": ("post",),
         "qk_norm": (True,),
     },
-    layer=layer,
+    layer=gemma2_layer,
     embedding=embedding,
     projecting=NORMED_LAST,
     kernels=(),

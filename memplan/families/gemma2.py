@@ -6,9 +6,10 @@ from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import LLAMA, reads
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
-from ..layers.huggingface import LayerShape, Shared
+from ..layers.huggingface import LayerShape, Shared, norm
 from ..tape.events import Category
 from ..values import replace
+from . import family
 from .base import PLAIN_ROTARY, Config, Submodules, key
 from .llama import CONSTANTS, KEYS, LLAMA_FAMILY, SUBMODULES, llama_attention, llama_mlp
 
@@ -36,28 +37,36 @@ def gemma_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
 
 
 def gemma2_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``Gemma2DecoderLayer.forward``."""
+    """``Gemma2DecoderLayer.forward``; ``Exaone4DecoderLayer.forward`` has no norms before attention and MLP."""
+    spec, both = shape.spec, shape.spec.norm_place == "both"
     residual = hidden
-    hidden = gemma_norm(r, hidden, "attention_norm")
-    hidden, _ = llama_attention(r, hidden, shared, shape)
-    hidden = gemma_norm(r, hidden, "attention_output_norm")
+    hidden = norm(r, hidden, spec, "attention_norm") if both else hidden
+    hidden, _ = (family(spec.family).attention or llama_attention)(r, hidden, shared, shape)
+    hidden = norm(r, hidden, spec, "attention_output_norm")
     hidden = ops.add(r, residual, hidden, "residual_attention")
     residual = hidden
-    hidden = gemma_norm(r, hidden, "mlp_norm")
-    hidden = llama_mlp(r, hidden, shape.spec)
-    hidden = gemma_norm(r, hidden, "mlp_output_norm")
+    hidden = norm(r, hidden, spec, "mlp_norm") if both else hidden
+    hidden = llama_mlp(r, hidden, spec)
+    hidden = norm(r, hidden, spec, "mlp_output_norm")
     hidden = ops.add(r, residual, hidden, "residual_mlp")
     return hidden  # noqa: RET504 - the variable ends its tensor's life
 
 
 def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``Gemma2Model.forward`` up to the first layer: ``Gemma2TextScaledWordEmbedding``, and a mask of each kind."""
-    inputs_embeds = r.embedded(scaled(r, word_embeddings(r, shape), shape))
+    """``Gemma2Model.forward`` and ``Gemma3TextModel.forward`` up to the first layer:
+    ``Gemma2TextScaledWordEmbedding``, and a mask of each kind."""
+    return of_both_kinds(r, shape, r.embedded(scaled(r, word_embeddings(r, shape), shape)))
+
+
+def of_both_kinds(r: Recorder, shape: LayerShape, inputs_embeds: Tensor, *, packed: bool = True) -> Embedded:
+    """A mask of each kind of layers, with a window and without, and tables of those that are there. ``packed``: masks
+    look for packed rows."""
     position_ids = positions(r, shape.s)
-    full = causal_mask(r, shape, window=False)
-    mask = causal_mask(r, shape)
+    full = causal_mask(r, shape, window=False, packed=packed)
+    mask = causal_mask(r, shape, packed=packed)
     cos, sin = rotary_tables(r, shape)
-    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full))
+    of_full = rotary_tables(r, shape) if shape.spec.turns_twice else None
+    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full, of_full))
 
 
 def scaled(r: Recorder, embeddings: Tensor, shape: LayerShape) -> Tensor:

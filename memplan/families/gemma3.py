@@ -3,31 +3,12 @@ with norms of queries and keys, and of every sixth layer, which sees all tokens,
 
 from __future__ import annotations
 
-from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import LLAMA, reads
-from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
-from ..layers.huggingface import LayerShape, Shared
 from ..plan.releases import LIBRARIES
 from ..values import replace
 from .base import Config, key
-from .gemma2 import GEMMA2, scaled
+from .gemma2 import GEMMA2
 from .llama import ATTENTION, CONSTANTS, KEYS, NORMED_LAST
-
-
-def embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``Gemma3TextModel.forward`` up to the first layer."""
-    return of_both_kinds(r, shape, r.embedded(scaled(r, word_embeddings(r, shape), shape)))
-
-
-def of_both_kinds(r: Recorder, shape: LayerShape, inputs_embeds: Tensor) -> Embedded:
-    """A mask of each kind of layers, with a window and without, and tables of those that are there."""
-    position_ids = positions(r, shape.s)
-    full = causal_mask(r, shape, window=False)
-    mask = causal_mask(r, shape)
-    cos, sin = rotary_tables(r, shape)
-    of_full = rotary_tables(r, shape) if shape.spec.turns_twice else None
-    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full, of_full))
-
 
 GEMMA3_TEXT = replace(
     GEMMA2,
@@ -68,7 +49,6 @@ GEMMA3_TEXT = replace(
         "embedding_scale": (True,),
     },
     needs=("full_interval",),
-    embedding=embedding,
     projecting=NORMED_LAST,
     no_flash="",
     since=LIBRARIES["transformers"].newest,

@@ -6,12 +6,13 @@ from __future__ import annotations
 from ..layers import experts, ops, selecting
 from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import MIXTURE, reads
-from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
+from ..layers.ends import Embedded, word_embeddings
 from ..layers.huggingface import LayerShape, Shared, eager_rms_norm, rotary_of_halves
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from ..values import replace
 from .base import NO_ROUTER_LOSS, Config, key
+from .gemma2 import of_both_kinds
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, feed_forward, llama_attention
 from .mixtral import MIXTRAL, NO_LEAF
 
@@ -73,12 +74,7 @@ def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Ten
 
 def embedding(r: Recorder, shape: LayerShape) -> Embedded:
     """``GptOssModel.forward`` up to the first layer: a mask of each kind, which know no positions."""
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
-    full = causal_mask(r, shape, window=False, packed=False)
-    mask = causal_mask(r, shape, packed=False)
-    cos, sin = rotary_tables(r, shape)
-    return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full))
+    return of_both_kinds(r, shape, r.embedded(word_embeddings(r, shape)), packed=False)
 
 
 GPT_OSS = replace(

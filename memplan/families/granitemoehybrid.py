@@ -7,13 +7,13 @@ from __future__ import annotations
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.ends import Embedded
-from ..layers.huggingface import LayerShape, Shared, activation, linear, rms_norm
+from ..layers.huggingface import LayerShape, activation, linear
 from ..plan.releases import LIBRARIES
 from ..plan.spec import ModelSpec
 from ..values import replace
 from .base import Config, Submodules, key
 from .granite import GRANITE, SCALES
-from .llama import ATTENTION, CONSTANTS, KEYS, SILU, SUBMODULES, block_output, llama_attention, llama_embedding
+from .llama import ATTENTION, CONSTANTS, KEYS, SILU, SUBMODULES, llama_embedding
 
 
 def mlp(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
@@ -23,20 +23,6 @@ def mlp(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
     gate, up = ops.split(r, hidden, [half, half], "gate_up")
     hidden = ops.multiply(r, activation(r, gate, spec), up, "gated")
     return linear(r, hidden, "down", spec.hidden, spec.mlp_bias)
-
-
-def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``GraniteMoeHybridDecoderLayer.forward`` without experts."""
-    spec = shape.spec
-    residual = hidden
-    hidden = rms_norm(r, hidden, "attention_norm")
-    hidden, _ = llama_attention(r, hidden, shared, shape)
-    hidden = ops.add(r, residual, block_output(r, hidden, spec, "attention_output"), "residual_attention")
-    residual = hidden
-    hidden = rms_norm(r, hidden, "mlp_norm")
-    hidden = mlp(r, hidden, spec)
-    hidden = ops.add(r, residual, block_output(r, hidden, spec, "mlp_output"), "residual_mlp")
-    return hidden  # noqa: RET504 - the variable ends its tensor's life
 
 
 def embedding(r: Recorder, shape: LayerShape) -> Embedded:
@@ -68,7 +54,7 @@ GRANITE_4 = replace(
         },
     ),
     covers={**GRANITE.covers, "mlp_bias": (False,), "qk_norm": (False,), "sliding_window": (None,)},
-    layer=layer,
+    mlp=mlp,
     embedding=embedding,
     padded=False,
     takes_positions=lambda r: False,

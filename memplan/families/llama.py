@@ -15,6 +15,7 @@ from ..layers.huggingface import (
     activation,
     attention,
     linear,
+    norm,
     repeated,
     rms_norm,
     rotary,
@@ -167,8 +168,10 @@ def llama_mlp(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
 
 def feed_forward(r: Recorder, x: Tensor, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
     """The layer's experts, with logits that it is given, or its MLP."""
-    mixture = family(shape.spec.family).mixture if shape.mixture else None
-    return (llama_mlp(r, x, shape.spec), None) if mixture is None else mixture(r, x, shape)
+    own = family(shape.spec.family)
+    if shape.mixture and own.mixture is not None:
+        return own.mixture(r, x, shape)
+    return (own.mlp or llama_mlp)(r, x, shape.spec), None
 
 
 def gated(r: Recorder, x: Tensor, spec: ModelSpec) -> Tensor:
@@ -187,14 +190,14 @@ def block_output(r: Recorder, x: Tensor, spec: ModelSpec, name: str) -> Tensor:
 
 
 def llama_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``LlamaDecoderLayer.forward``."""
+    """``LlamaDecoderLayer.forward``, with what the family has in place of norms, attention and MLP."""
     spec = shape.spec
     residual = hidden
-    hidden = rms_norm(r, hidden, "attention_norm")
+    hidden = norm(r, hidden, spec, "attention_norm")
     hidden, _ = (family(spec.family).attention or llama_attention)(r, hidden, shared, shape)
     hidden = ops.add(r, residual, block_output(r, hidden, spec, "attention_output"), "residual_attention")
     residual = hidden
-    hidden = rms_norm(r, hidden, "mlp_norm")
+    hidden = norm(r, hidden, spec, "mlp_norm")
     hidden, logits = feed_forward(r, hidden, shape)
     hidden = ops.add(r, residual, block_output(r, hidden, spec, "mlp_output"), "residual_mlp")
     del residual, logits

@@ -11,7 +11,7 @@ from ..layers.huggingface import Heads, LayerShape, Shared, attention, linear, r
 from ..values import replace
 from .base import Config, key
 from .exaone4 import EXAONE4
-from .gemma3 import of_both_kinds
+from .gemma2 import of_both_kinds
 from .gpt_oss import norm
 from .llama import CONSTANTS, KEYS, NORMED_FIRST, SILU, projected
 

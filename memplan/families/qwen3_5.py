@@ -7,11 +7,12 @@ transformers' classes leave their weights out (``_keys_to_ignore_on_load_unexpec
 
 from __future__ import annotations
 
+from functools import partial
+
 from ..layers import ops
 from ..layers.autograd import Recorder, Tensor
 from ..layers.delta_net import each_projected
-from ..layers.ends import Embedded, causal_mask, positions, word_embeddings
-from ..layers.huggingface import LayerShape, Shared
+from ..layers.huggingface import LayerShape
 from ..values import replace
 from .base import NO_ROUTER_LOSS, Config, key
 from .llama import LLAMA_FAMILY, SILU
@@ -25,7 +26,8 @@ from .qwen3_next import (
     OPENED,
     REGISTERED,
     REST,
-    layer_of,
+    embedding,
+    mixed,
     mixture,
 )
 
@@ -34,24 +36,10 @@ SAID = {"attn_output_gate": True}
 """What ``config.json`` says, and no class reads: attention always has its gate."""
 
 
-def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``Qwen3_5DecoderLayer.forward``."""
-    return layer_of(r, hidden, shared, shape, each_projected)
-
-
-def embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``Qwen3_5TextModel.forward`` up to the first layer: positions of text, height and width of every sequence, of
-    which rotary tables are made; those that layers are handed are the text's."""
-    inputs_embeds = r.embedded(word_embeddings(r, shape))
-    position_ids = positions(r, shape.s)
-    mask = causal_mask(r, shape)
-    cos, sin = tables(r, shape)
-    return Embedded(inputs_embeds, Shared(None, cos, sin, position_ids, mask))
-
-
 def tables(r: Recorder, shape: LayerShape) -> tuple[Tensor, Tensor]:
-    """``Qwen3_5TextRotaryEmbedding.forward``: angles by each of three positions, (3, b, s, d / 2), of which one part of
-    the features takes each (``recomposition_frequencies``)."""
+    """``Qwen3_5TextRotaryEmbedding.forward``: angles by each of three positions (of text, height and width of every
+    sequence), (3, b, s, d / 2), of which one part of the features takes each (``recomposition_frequencies``). The
+    positions that layers are handed are the text's."""
     angles, whole = (3, shape.b, shape.s, shape.turned // 2), (shape.b, shape.s, shape.turned)
 
     def scaled(name: str) -> Tensor:
@@ -79,8 +67,8 @@ QWEN3_5 = replace(
     GATED_DELTA,
     name="qwen3_5",
     other_code=OTHER_CODE,
-    layer=layer,
-    embedding=embedding,
+    attention=partial(mixed, projecting=each_projected),
+    embedding=partial(embedding, tables=tables),
     tables_of_each=True,
     assumptions=(
         "the text part alone: no images, no vision tower, and no layers that predict further tokens, whose weights "

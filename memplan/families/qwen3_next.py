@@ -3,7 +3,8 @@ experts. Megatron-Core has such layers, too (``--experimental-attention-variant 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from ..layers import experts, ops
 from ..layers.autograd import Recorder, Tensor
@@ -17,7 +18,7 @@ from ..values import replace
 from .base import NO_ROUTER_LOSS, Config, key
 from .gemma2 import gemma_norm
 from .glm4_moe import rotary
-from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, SUBMODULES, feed_forward, projection, seen_as_heads
+from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, SUBMODULES, projection, seen_as_heads
 
 DELTA = {
     **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
@@ -32,24 +33,13 @@ DELTA = {
     "linear_value_head_dim": key("linear_value_head_dim", default=128),
     "linear_conv_kernel": key("linear_conv_kernel_dim", default=4),
 }
+Tables = Callable[[Recorder, LayerShape], tuple[Tensor, Tensor]]
+"""What makes cosines and sines of positions."""
 GATED: Mapping[str, Scalar] = {**CONSTANTS, "mlp_bias": False, "qk_norm": True, "attention_gate": True}
 
 
-def layer_of(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape, projecting: Projecting) -> Tensor:
-    """``Qwen3NextDecoderLayer.forward``."""
-    residual = hidden
-    hidden = gemma_norm(r, hidden, "attention_norm")
-    hidden, _ = mixed(r, hidden, shared, shape, projecting)
-    hidden = ops.add(r, residual, hidden, "residual_attention")
-    residual = hidden
-    hidden = gemma_norm(r, hidden, "mlp_norm")
-    hidden, _logits = feed_forward(r, hidden, shape)
-    hidden = ops.add(r, residual, hidden, "residual_mlp")
-    return hidden  # noqa: RET504 - the variable ends its tensor's life
-
-
 def mixed(
-    r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape, projecting: Projecting
+    r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape, *, projecting: Projecting
 ) -> tuple[Tensor, Tensor | None]:
     """What stands between tokens, and attention's weights."""
     if shape.linear:
@@ -78,17 +68,13 @@ def gated_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSha
     return out, weights
 
 
-def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    return layer_of(r, hidden, shared, shape, projected_together)
-
-
-def embedding(r: Recorder, shape: LayerShape) -> Embedded:
-    """``Qwen3NextModel.forward`` up to the first layer: a mask for attention; delta nets have none for rows without
-    padding (``create_recurrent_attention_mask``)."""
+def embedding(r: Recorder, shape: LayerShape, tables: Tables = rotary_tables) -> Embedded:
+    """``Qwen3NextModel.forward`` and ``Qwen3_5TextModel.forward`` up to the first layer: a mask for attention; delta
+    nets have none for rows without padding (``create_recurrent_attention_mask``)."""
     inputs_embeds = r.embedded(word_embeddings(r, shape))
     position_ids = positions(r, shape.s)
     mask = causal_mask(r, shape)
-    cos, sin = rotary_tables(r, shape)
+    cos, sin = tables(r, shape)
     return Embedded(inputs_embeds, Shared(None, cos, sin, position_ids, mask))
 
 
@@ -142,7 +128,7 @@ QWEN3_NEXT = replace(
     GATED_DELTA,
     name="qwen3_next",
     covers=COVERED_MIXTURE,
-    layer=layer,
+    attention=partial(mixed, projecting=projected_together),
     mixture=mixture,
     config=Config(
         keys={

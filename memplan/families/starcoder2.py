@@ -4,33 +4,15 @@ GPT is that with options (NeMo, ``collections/llm/gpt/model/starcoder2.py``, ``S
 
 from __future__ import annotations
 
-from ..layers import ops
-from ..layers.autograd import Recorder, Tensor
 from ..layers.coverage import LLAMA, reads
-from ..layers.huggingface import LayerShape, Shared, layer_norm
 from ..plan.releases import LIBRARIES
 from ..values import replace
 from .base import Config, Submodules, key
 from .gpt2 import gpt2_mlp
 from .gpt_neox import neox_embedding
-from .llama import KEYS_BUT_BIASES, LLAMA_FAMILY, SUBMODULES, llama_attention
+from .llama import KEYS_BUT_BIASES, LLAMA_FAMILY, SUBMODULES
 
 BIASES = key("use_bias", default=True)
-
-
-def layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``Starcoder2DecoderLayer.forward``."""
-    spec = shape.spec
-    residual = hidden
-    hidden = layer_norm(r, hidden, "attention_norm")
-    hidden, _ = llama_attention(r, hidden, shared, shape)
-    hidden = ops.add(r, residual, hidden, "residual_attention")
-    residual = hidden
-    hidden = layer_norm(r, hidden, "mlp_norm")
-    hidden = gpt2_mlp(r, hidden, spec)
-    hidden = ops.add(r, residual, hidden, "residual_mlp")
-    return hidden  # noqa: RET504 - the variable ends its tensor's life
-
 
 STARCODER2 = replace(
     LLAMA_FAMILY,
@@ -59,7 +41,7 @@ STARCODER2 = replace(
         "qk_norm": (False,),
     },
     kernels=(),
-    layer=layer,
+    mlp=gpt2_mlp,
     embedding=neox_embedding,
     linear_layers={
         **{name: LLAMA_FAMILY.linear_layers[name] for name in ("query", "key", "value", "attention_output")},
