@@ -200,7 +200,7 @@ def answered(
     offers: tuple[Offer, ...] = ()
     with progress(f"searching layouts of {read.plan.model.name}", quiet=quiet) as report:
         asked = _Asked(fixes, objective, top, known, report)
-        found = _found(read, asked, _sought(read, asked)) if read.chosen_framework is None else None
+        found = _found(read, asked, _sought(read, asked)) if read.names_framework else None
         if found is None or (not found.best and _is_implied(read)):
             read, found, offers = _of_all(_with_own_batch(read, is_needed=found is not None), asked)
     methods = methods_of(found.best[0]) if found.best else ()
@@ -236,7 +236,7 @@ def _with_own_gpus(read: ReadPlan) -> ReadPlan:
     """``read``, which says so where it is on one GPU because it says nothing else."""
     plan = read.plan
     named = plan.hardware.gpus is not None or plan.layout.model_fields_set or plan.device_map is not None
-    if named or not (_is_implied(read) or read.chosen_framework is not None):
+    if named or not (_is_implied(read) or not read.names_framework):
         return read
     told = Note("one-gpu", "no number of GPUs was named: one is searched; --gpus 8 names another")
     return replace(read, warnings=(*read.warnings, told))
@@ -244,7 +244,7 @@ def _with_own_gpus(read: ReadPlan) -> ReadPlan:
 
 def _is_implied(read: ReadPlan) -> bool:
     """Whether nobody named the framework, and one process on one GPU is meant."""
-    return read.origins.get("framework") == IMPLIED and read.chosen_framework is None
+    return read.origins.get("framework") == IMPLIED and read.names_framework
 
 
 class _Asked(NamedTuple):
@@ -320,7 +320,7 @@ def _of_all(read: ReadPlan, asked: _Asked) -> tuple[ReadPlan, Found, tuple[Offer
     offers = tuple(offered(name, at) for at, name in enumerate(ROOMS, 1))
     searched = [offer for offer in offers if offer.refused is None]
     parallel = [one for one in searched if not framework(one.framework).supports.several_gpus_of_a_process]
-    refused = next((one.refused for one in offers if one.framework == read.plan.framework), None)
+    refused = {one.framework: one.refused for one in offers}.get(read.plan.framework)
     if not parallel and refused is not None:
         raise read.located(refused)
     fitting = [one for one in parallel if one.best is not None]

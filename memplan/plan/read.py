@@ -184,10 +184,15 @@ class ReadPlan:
         """Why the plan has its framework, where nobody named one."""
         return next((note.message for note in self.warnings if says_choice(note.code)), None)
 
+    @property
+    def names_framework(self) -> bool:
+        """Somebody named it, or left no doubt about it."""
+        return not self.chosen_framework
+
     def choosing(self, name: str, why: str) -> ReadPlan:
         """The plan with framework ``name``, which nobody named either, and ``why`` in place of the reason so far."""
         said = Note(FRAMEWORK_CHOSEN, why)
-        notes = self.warnings if self.chosen_framework is not None else (said, *self.warnings)
+        notes = (said, *self.warnings) if self.names_framework else self.warnings
         notes = tuple(said if says_choice(note.code) else note for note in notes)
         return replace(self, plan=self.plan.model_copy(update={"framework": name}), warnings=notes)
 
@@ -196,7 +201,7 @@ class ReadPlan:
         nobody named one."""
         error = error.located(self.origins)
         error = self.spoken.of(error) if self.spoken is not None else error
-        if self.chosen_framework is None or error.field == "model.family":  # which says where there is a recipe
+        if self.names_framework or error.field == "model.family":  # which says where there is a recipe
             return error
         if error.field != "framework" and _is_possible(self.plan):  # and lacks something else, as a speed of its GPU
             return error
