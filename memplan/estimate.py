@@ -49,8 +49,7 @@ from .values import NamedTuple, replace
 from .verdict import Replays, evaluation_peak, judge
 
 if TYPE_CHECKING:
-    from .allocator.levels import Line
-    from .allocator.timeline import Timeline
+    from .allocator.timeline import Line, Timeline
 
 
 NOT_JUDGED = Judged()
@@ -212,7 +211,7 @@ def timelines(
 
 def lines(estimated: Estimate, stages: Iterable[int], known: Measured = NOTHING) -> Iterator[Line]:
     """How many bytes ``stages`` of an estimate hold through an iteration, whatever they are."""
-    from .allocator.levels import line
+    from .allocator.timeline import line
 
     plan = estimated.plan
     settings, workspaces = allocator_settings(plan), held_workspaces(plan, known)

@@ -63,7 +63,7 @@ from .output import (
 from .plan_flags import assignments
 
 if TYPE_CHECKING:
-    from ..allocator.levels import Line
+    from ..allocator.timeline import Line
     from ..device.measured import Measured
     from ..formats.launch import Launch
     from ..result import Estimate

@@ -116,7 +116,7 @@ def _snapshot(
     """As JSON where there is no ``console``."""
     from ..explain import compare_snapshot
     from ..explain.snapshot import LARGEST
-    from ..report.snapshot import print_snapshot, snapshot_to_json
+    from ..report.explanation import print_snapshot, snapshot_to_json
 
     data = bytearray()
     for piece in pieces:

@@ -12,8 +12,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..allocator.levels import Line
 from ..allocator.memory import printed
+from ..allocator.timeline import Line
 from ..device.gpus import runtime_of
 from ..plan.notes import FIRST, says_choice
 from ..result import Estimate, Failure, Notice, StageEstimate, Verdict

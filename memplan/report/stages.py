@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from ..allocator.levels import Level, Line
+from ..allocator.timeline import Level, Line
 from ..frameworks import framework
 from ..plan.errors import PlanError
 from ..result import Estimate, Notice, StageEstimate, Verdict

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memplan.allocator.levels import Level
+from memplan.allocator.timeline import Level
 from memplan.estimate import estimate, lines, timelines
 from memplan.plan.read import read_plan
 from tests.allocator.test_timeline import PLANS, SMALL

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from memplan.allocator.levels import MOST_POINTS
+from memplan.allocator.timeline import MOST_POINTS
 from memplan.estimate import estimate, fold, timelines
 from memplan.plan.errors import PlanError
 from memplan.plan.read import read_plan

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from memplan.assumptions import of_tuning
 from memplan.estimate import programs_of
 from memplan.frameworks.fsdp import programs as fsdp
 from memplan.frameworks.fsdp.programs import sharding_of
@@ -16,7 +17,6 @@ from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import Category
-from memplan.tuning_notices import of_tuning
 
 from ..oracle import fsdp as oracle, titan_gpt_oss
 from ..oracle.titan_muse import Decoder, builder

@@ -14,8 +14,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memplan.frameworks.fsdp.flat_states import BUCKET, FASTEST, QUEUE, SLOWEST, Unit, buckets, launches, wrapping
 from memplan.frameworks.fsdp.hooks import GATHERING
-from memplan.frameworks.fsdp.wrapping import BUCKET, FASTEST, QUEUE, SLOWEST, Unit, buckets, launches, wrapping
 from memplan.tape.events import Drop, Hold
 
 MIB = 1 << 20

@@ -43,12 +43,11 @@ from ..plain import preferences, programs as plain, trainer
 from ..plain.programs import buffers, inputs
 from ..plain.recipes import keeps_embedded
 from ..plain.tuned import shared_table
-from .flat_states import Flat, flat_states, managed_states, pieces_of, units_held
+from .flat_states import FASTEST, SLOWEST, Flat, Unit, flat_states, managed_states, pieces_of, units_held, wrapping
 from .hooks import GATHERING, REDUCING
 from .modules import MODEL, Ids, hooked, left_gradients, lowest_of, with_seams
 from .passing import Around, pass_through
 from .reference import flat_pass, flat_reference, with_pass, without_pass
-from .wrapping import FASTEST, SLOWEST, Unit, wrapping
 
 BUFFERS, GATHERED, GRADIENTS = Category.COMMUNICATION_BUFFERS, Category.GATHERED_PARAMETERS, Category.GRADIENTS
 
