@@ -1,7 +1,4 @@
-"""What an estimate takes for granted, as its report lists it.
-
-What an estimate takes for granted where parameters are frozen, and of kernels.
-"""
+"""What an estimate takes for granted, as its report lists it."""
 
 from __future__ import annotations
 

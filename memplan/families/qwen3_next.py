@@ -33,7 +33,7 @@ DELTA = {
     "linear_value_head_dim": key("linear_value_head_dim", default=128),
     "linear_conv_kernel": key("linear_conv_kernel_dim", default=4),
 }
-Tables = Callable[[Recorder, LayerShape], tuple[Tensor, Tensor]]
+Tables = Callable[[Recorder, LayerShape], tuple[Tensor, Tensor | None]]
 """What makes cosines and sines of positions."""
 GATED: Mapping[str, Scalar] = {**CONSTANTS, "mlp_bias": False, "qk_norm": True, "attention_gate": True}
 

@@ -1,6 +1,5 @@
-"""``memplan explain``: which tensor asked, what else was in memory, why there was no room, and what ends it.
-
-``memplan explain`` of a memory snapshot: the run's peak beside the plan's, and what only one of them holds.
+"""``memplan explain``: which tensor asked, what else was in memory, why there was no room, and what ends it; of a
+memory snapshot the run's peak beside the plan's, and what only one of them holds.
 """
 
 from __future__ import annotations

@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from memplan.frameworks.megatron.fsdp import Sharding, buckets_of
+from memplan.frameworks.megatron.fsdp import Sharding, buckets_of, keep
 from memplan.frameworks.megatron.fsdp_hooks import persistent, with_hooks
-from memplan.frameworks.megatron.fsdp_states import keep
 from memplan.frameworks.megatron.states import Rules
 from memplan.layers.megatron_core.precision import Low
 from memplan.layers.module import Module, Parameter, Tapes

@@ -18,10 +18,8 @@ from memplan.frameworks.fsdp.torchtitan import ActivationCheckpointing, recipes,
 from memplan.frameworks.fsdp.units import Sharding
 from memplan.layers.autograd import Recorder
 from memplan.layers.float8 import Float8
-from memplan.layers.low_linear import Blocks
+from memplan.layers.low_linear import MXFP8, NVFP4, Blocks
 from memplan.layers.module import Options
-from memplan.layers.mxfp8 import MXFP8
-from memplan.layers.nvfp4 import NVFP4
 from memplan.layers.torchtitan import Policy
 from memplan.layers.work import Kernel, Product, Stream
 from memplan.plan.errors import PlanError

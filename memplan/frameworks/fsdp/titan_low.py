@@ -7,10 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...device.gpus import GPUS
 from ...layers.float8 import MULTIPLE
-from ...layers.low_linear import Blocks, LowLinear
+from ...layers.low_linear import MXFP8, NVFP4, Blocks, LowLinear
 from ...layers.module import Module
-from ...layers.mxfp8 import MXFP8
-from ...layers.nvfp4 import NVFP4
 from ...plan.errors import PlanError
 from ...plan.plan import ResolvedPlan
 from ...values import dataclass, replace

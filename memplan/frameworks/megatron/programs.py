@@ -36,9 +36,8 @@ from ...tape.program import Chunk, Kept, Program, Span
 from ...values import dataclass, replace
 from . import captures, clipping
 from .adapters import tuning_of
-from .fsdp import Sharding, buckets_of
+from .fsdp import Sharding, buckets_of, keep as keep_sharded
 from .fsdp_hooks import ahead, persistent, with_hooks
-from .fsdp_states import keep as keep_sharded
 from .gradients import received, with_fp32
 from .layer_offload import with_offload
 from .states import Chunk as KeptChunk, Rules, keep, saved

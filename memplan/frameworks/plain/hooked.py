@@ -31,8 +31,8 @@ from .recipes import (
     seen_by_all,
     unseen,
     with_kept_input,
+    with_leaf,
 )
-from .rows import with_leaf
 from .tuned import packed
 
 TIED = "word.weight"

@@ -50,17 +50,23 @@ from .contexts import check_contexts, outlived
 from .recipes import (
     EMBEDDED,
     TABLES,
+    Kinds,
+    LayerKind,
+    Row,
     casts_tables,
     end_modules,
     hidden_interface,
     is_drop_of_input,
     keeps_embedded,
+    kinds_of,
     layer_module,
+    layer_row,
+    layers,
     leaves_embedding,
     returns,
     with_kept_input,
+    with_leaf,
 )
-from .rows import Kinds, LayerKind, Row, kinds_of, layer_row, layers, with_leaf
 from .trainer import FOUND_INF, SCALER, optimizer_step, registered, tensors_of, trainer_step
 from .tuned import check_tuned, frozen_layer, shared_table, trained_only, trains_layers, tuned_states, tuning_of, warmup
 

@@ -26,17 +26,21 @@ from ..autograd import Backward, Gradients, Recorder, Shape, Tensor
 from ..work import Operator
 from .precision import BYTE, MX, Low, Part, up
 from .shape import CoreShape
-from .te_context import a2a_work, gathers, ring, seen_keys, sinks
-from .te_context_parts import (
+from .te_context import (
     COMMUNICATION,
     TEMPORARIES,
     a2a_after,
     a2a_before,
+    a2a_work,
     gather_gradients,
     gathered_keys,
+    gathers,
     of_heads,
+    ring,
     ring_gradients,
+    seen_keys,
     sink_shapes,
+    sinks,
     sizes,
     trade_gradients,
 )
