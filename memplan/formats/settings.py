@@ -148,6 +148,8 @@ class Row:
     least: int | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     """The framework's values that are not modelled, and what to say of each."""
+    without: Mapping[str, str] = field(default_factory=dict)
+    """Settings that are refused beside it, and what to say of each."""
     read: Callable[[Any], None] | None = None
     """In place of this table's own reading."""
     without_effect: Callable[[Any], str] = useful
@@ -181,6 +183,9 @@ class Values(Protocol):
 
     def has(self, name: str, /) -> bool:
         """Whether the file says anything of ``name``."""
+
+    def wrong(self, name: str, problem: str, /) -> PlanError:
+        """What is wrong with the setting ``name``."""
 
     def value(self, row: Row) -> Node | None:
         """The value of ``row`` in the file, in the framework's own words; ``None`` where the file has none."""
@@ -260,6 +265,9 @@ def _read(row: Row, reader: Reader) -> Node | None:
     if node is not None:
         if (problem := row.refused.get(str(node.value))) is not None:
             raise node.wrong(row.name, problem)
+        for other, problem in row.without.items():
+            if settings.has(other):
+                raise settings.wrong(other, problem)
         if row.least is not None and isinstance(node.value, int) and node.value < row.least:
             raise node.wrong(row.name, f"must be at least {row.least}")
         known = isinstance(node.value, (str, bool)) and node.value in row.words

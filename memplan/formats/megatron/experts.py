@@ -206,22 +206,7 @@ def _predicts(plan: Plan) -> bool:
     return plan.model.mtp_layers > 0
 
 
-def _alone(reader: Reader, name: str, others: Sequence[str]) -> bool:
-    """Whether ``name`` is given, without ``others``, which do nothing without it and are not modelled with it."""
-    if not reader.settings.has(name):
-        return False
-    for other in others:
-        if reader.settings.has(other):
-            raise reader.settings.wrong(other, f"must be left out: it is not modelled yet with {name}")
-    return True
-
-
-def _grouped_tensor(reader: Reader) -> None:
-    name = "--moe-use-grouped-tensor"
-    if _alone(reader, name, ("--moe-single-grouped-weight", "--moe-single-grouped-bias")):
-        reader.building.put("experts.grouped_tensor", Node(True, reader.settings.where(name)), name)
-
-
+GROUPED = "--moe-use-grouped-tensor"
 SHARED_COLUMNS, COLUMNS = "--moe-shared-expert-glu-interleave-size", "--moe-mlp-glu-interleave-size"
 INTERLEAVED = 32
 """Columns of a gated MLP's halves that take turns where experts are a chain of operations: kernels have no other."""
@@ -254,16 +239,7 @@ def _shared_chain(reader: Reader) -> None:
     reader.building.because(size, "experts.shared_chain needs it")
 
 
-def _rank_capacity(reader: Reader) -> None:
-    name = "--moe-expert-rank-capacity-factor"
-    given, stash = reader.settings.number(name), "--moe-paged-stash"
-    if given is not None and reader.settings.has(stash):
-        raise reader.settings.wrong(
-            stash,
-            "must be left out: pages that hold what experts save until their backward (paged_stash.py) are not modelled"
-            f" yet; without it all rows that {name} allows stay where they were made",
-        )
-    reader.building.put_said("experts.rank_capacity", given, name)
+RANK_CAPACITY = "--moe-expert-rank-capacity-factor"
 
 
 ROWS: Sequence[Row] = (
@@ -320,9 +296,20 @@ ROWS: Sequence[Row] = (
         refused={"ncclep": "is not modelled yet; deepep and hybridep are"},
     ),
     switch_of_experts("--moe-grouped-gemm", "experts.grouped_gemm"),
-    switch_of_experts("--moe-use-grouped-tensor", "experts.grouped_tensor", read=_grouped_tensor),
+    switch_of_experts(
+        GROUPED, "experts.grouped_tensor", words={True: True, False: LEFT},
+        without=dict.fromkeys(
+            ("--moe-single-grouped-weight", "--moe-single-grouped-bias"),
+            f"must be left out: it is not modelled yet with {GROUPED}",
+        ),
+    ),
     of_experts(
-        "--moe-expert-rank-capacity-factor", "experts.rank_capacity", "number", LEFT, read=_rank_capacity,
+        RANK_CAPACITY, "experts.rank_capacity", "number", LEFT,
+        without={
+            "--moe-paged-stash": "must be left out: pages that hold what experts save until their backward "
+            "(paged_stash.py) are not modelled yet; without it all rows that "
+            f"{RANK_CAPACITY} allows stay where they were made",
+        },
         when=lambda plan: mixed(plan) and plan.experts.rank_capacity is not None,
     ),
     switch_of_experts("--moe-permute-fusion", "experts.permute_fusion"),

@@ -67,15 +67,6 @@ def _without_yarn(reader: Reader) -> str:
     return "" if kind is not None and kind.value == YARN else "no effect without --position-embedding-type yarn"
 
 
-def _squared_relu(reader: Reader) -> None:
-    name = "--squared-relu"
-    if not reader.settings.has(name):
-        return
-    if reader.settings.has("--swiglu"):
-        raise reader.settings.wrong(name, "must be left out with --swiglu")
-    reader.building.put("model.activation", Node("relu2", reader.settings.where(name)), name)
-
-
 def _without_weight(plan: Plan) -> bool:
     return plan.model.qk_norm and plan.model.qk_norm_over == "head_without_weight"
 
@@ -244,6 +235,7 @@ MODEL = (
         "model.activation",
         "MODEL",
         {True: "swiglu", False: "gelu"},
+        without={"--squared-relu": "must be left out with --swiglu"},
         value=lambda plan: plan.model.activation == "swiglu",
     ),
     switch(
@@ -257,7 +249,7 @@ MODEL = (
         "--squared-relu",
         "model.activation",
         "MODEL",
-        read=_squared_relu,
+        {True: "relu2", False: LEFT},
         value=lambda plan: plan.model.activation == "relu2",
     ),
     Row(
