@@ -36,7 +36,7 @@ from memplan.layers.module import Options  # noqa: E402
 from memplan.plan.plan import Plan  # noqa: E402
 from memplan.plan.read import read_plan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
-from memplan.plan.traced_spec import TracedSpec  # noqa: E402
+from memplan.plan.traced_spec import MEANINGLESS, TracedSpec  # noqa: E402
 from memplan.tape.events import Hold  # noqa: E402
 from tests.oracle.caching_allocator import CachingAllocator  # noqa: E402
 
@@ -168,7 +168,8 @@ def traced_plans() -> tuple[list[Plan], list[Plan]]:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config_of_spec(base.model)), encoding="utf-8")
         spec = TracedSpec(
-            name="llama-3-8b, traced", family="llama", layers=base.model.layers, positions_max=8192, source=str(path),
+            **{**MEANINGLESS, "layers": base.model.layers, "positions_max": 8192},
+            name="llama-3-8b, traced", family="llama", source=str(path),
             config=config_of_spec(base.model), counted=True, reason="", digest="llama-3-8b",
         )  # fmt: skip
         traced = base.model_copy(update={"model": spec})

@@ -1,7 +1,7 @@
 """An architecture without a recipe: a Hugging Face configuration that is read as data and learnt from traces."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from .huggingface import QUANTISED
 from .library import LEARNED, learned_models
 from .models import model_path
 from .notes import has_small_head
-from .spec import MOST_LAYERS, Activation, LayerCount, ModelSpec, Norm, Positions, Probability, Size
+from .spec import MOST_LAYERS, ModelSpec
 from .text import is_folder, is_there, read_text
 
 STAND_IN = "llama-2-7b"
@@ -45,6 +45,14 @@ MOST_PIXELS = 1 << 14
 """Along the side of an image."""
 
 
+MEANINGLESS: Mapping[str, Any] = {
+    **dict.fromkeys(("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"), 1),
+    **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), 0.0),
+    **{"positions_max": NO_LENGTH, "norm": "layernorm", "positions": "none", "activation": "gelu"},
+}
+"""Fields that every spec has, and that say nothing of a traced one unless it is made with others."""
+
+
 class TracedSpec(ModelSpec):
     """``layers`` is what ``--layers`` or the configuration say, if anything does (``counted``). No other size means
     anything: sizes are those of the traced tensors."""
@@ -52,21 +60,6 @@ class TracedSpec(ModelSpec):
     has_sizes = False
 
     family: str = Field(description="Hugging Face's model_type")
-    layers: LayerCount = 1
-    hidden: Size = 1
-    heads: Size = 1
-    kv_heads: Size = 1
-    head_dim: Size = 1
-    ffn: Size = 1
-    vocab: Size = 1
-    positions_max: Size = NO_LENGTH
-    norm: Norm = "layernorm"
-    positions: Positions = "none"
-    activation: Activation = "gelu"
-    embedding_dropout: Probability = 0.0
-    attention_dropout: Probability = 0.0
-    hidden_dropout: Probability = 0.0
-
     config: dict[str, Any]
     """As it is written, but for ``layers``."""
     counted: bool
@@ -157,11 +150,11 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
     layers = size_in(config, LAYERS, MOST_LAYERS, path)
     from hashlib import sha256  # OpenSSL, which few commands need
 
+    count = 1 if layers is None or name is None else layers
     return TracedSpec(
+        **{**MEANINGLESS, "layers": count, "positions_max": _positions(config, path)},
         name=one_line(config_name(path).lower())[:100] or "model",
         family=one_line(config["model_type"]),
-        layers=layers if layers is not None and name is not None else 1,
-        positions_max=_positions(config, path),
         source=name_of_built_in(path) or one_line(str(path)),
         is_text_part=is_text_part or (bool(name_there) and learned_models()[name_there].is_text_part),
         small_head=next(filter(has_small_head, heads), ""),
