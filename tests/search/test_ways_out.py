@@ -421,7 +421,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_the_report_ends_with_them(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = answer(capsys, *([flag] if flag else []))
     assert code == 1
-    *_, last = out.split("Ways out")
+    *_, last = out.split("Changes that help")
     assert "micro-batch 8 → " in last
     assert out.endswith("memplan suggest-partition searches all layouts.\n")
 
