@@ -470,7 +470,7 @@ def _kept(estimate: Estimate) -> str:
     elif dtype == "fp32" or stage.of(Category.PARAMETERS) >= 4 * stage.parameters:
         precision = "fp32 parameters"
     else:
-        precision = f"{dtype} parameters alone"
+        precision = f"only {dtype} parameters"
     return f"{framework(estimate.plan.framework).sharded(estimate.plan)}; {precision}"
 
 

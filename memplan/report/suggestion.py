@@ -115,8 +115,8 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
         digits = 0 if round(mfu) > round(published) else 1
         yield Notice(
             "mfu-above-published",
-            f"an MFU of {mfu:.{digits}f} %, with half of causal scores, is above the best published one that was found "
-            f"for {plan.hardware.gpu} in 16 bits, {published:.{digits}f} % ({best.source}): expect a slower step",
+            f"the predicted MFU of {mfu:.{digits}f} %, with half of causal scores, is above the best published one "
+            f"known for {plan.hardware.gpu} in 16 bits, {published:.{digits}f} % ({best.source}): expect a slower step",
         )
 
 
@@ -197,7 +197,7 @@ def _offers(offers: Sequence[Offer]) -> Iterator[RenderableType]:
         left("framework"), folded("its best layout"), *map(right, (f"step {time.name}", f"peak {unit.name}")), left()
     )
     for offer, best in found:
-        other = f"{best.plan.precision.dtype} alone, no fp32 parameters"
+        other = f"{best.plan.precision.dtype} parameters only, none in fp32"
         caution = [*retry_marks(best), *([] if offer.keeps_fp32 else [Text(other, CAUTION)])]
         marks = Text(", ").join(caution) if offer.best is not None else Text(_too_little(best), BAD)
         layout = DOT.join(layout_pieces(best))

@@ -369,7 +369,7 @@ def test_a_job_need_not_evaluate() -> None:
     assert way.needs == after.peak
     assert way.gained > 31 << 30
     (said,) = [notice.message for notice in after.warnings if notice.code == "evaluation-exceeds-steady"]
-    assert said.endswith("the verdict leaves evaluation out, of which the plan has none")
+    assert said.endswith("the verdict leaves evaluation out, because the plan has none")
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def _liger(reader: Reader) -> None:
             raise PlanError(key, plain(value), "must be true or false", origin=value.origin)
     gated = [value for key, value in chosen.items() if LIGER_PIECES.get(key) == "kernels.mlp"]
     if len({one.value for one in gated}) > 1:
-        problem = "must be as swiglu: Gemma's function takes geglu alone, those of other models swiglu"
+        problem = "must be as swiglu: Gemma's function takes only geglu, those of other models swiglu"
         raise chosen["geglu"].wrong("geglu", problem)
     put("kernels.set", Node("liger", node.origin), "use_liger_kernel")
     off = [key for key, value in chosen.items() if value.value is False]
@@ -236,7 +236,7 @@ def _packed(reader: Reader) -> None:
     if packed is not None and (strategy is None or str(strategy.value).startswith("bfd")):
         flat = packed
     if packed is not None:
-        reader.building.note("packed-rows", "packing fills rows up to the sequence length: each is taken to be full")
+        reader.building.note("packed-rows", "packing fills rows up to the sequence length: each is assumed to be full")
     if flat is None:
         return
     kernel = arguments.node("attn_implementation")
