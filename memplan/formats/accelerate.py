@@ -177,7 +177,7 @@ def _groups(written: Node, processes: Node | None, *, is_sharded: bool) -> dict[
     if section is None or not section.mapping:
         return {}
     if not is_sharded:
-        raise section.lacks("parallelism_config", "must be left out: Accelerate takes it only with FSDP 2")
+        raise section.lacks("parallelism_config", "must be left out: Accelerate takes it with FSDP 2 alone")
     given = {key.removeprefix("parallelism_config_"): node for key, node in section.mapping.items()}
     sizes = {name: given.get(name, Node(1, section.origin)) for name in ("dp_replicate_size", "dp_shard_size")}
     for name in (*sizes, *_NO_GROUPS):
@@ -185,7 +185,7 @@ def _groups(written: Node, processes: Node | None, *, is_sharded: bool) -> dict[
         if type(size.value) is not int or size.value < 1:
             raise size.wrong(name, "must be a whole number from 1 on")
         if name in _NO_GROUPS and size.value > 1:
-            raise size.wrong(name, "must be 1: of Accelerate's parallelism only replicas of shards are modelled")
+            raise size.wrong(name, "must be 1: of Accelerate's parallelism replicas of shards are modelled alone")
     total = math.prod(size.value for size in sizes.values() if isinstance(size.value, int))
     if processes is not None and total not in (1, processes.value):
         raise section.lacks(

@@ -333,7 +333,7 @@ ELSEWHERE = (
             ("kernel_config.name", "liger", "--liger"),
         ),
         unmodelled=(
-            ("peft_config.name", "freeze", "it trains only a few layers"),
+            ("peft_config.name", "freeze", "it trains a few layers alone"),
             ("optim_config.name", "muon", "it trains by Muon"),
             ("cp_size", "[2-9]|1.", "it cuts sequences over GPUs"),
         ),

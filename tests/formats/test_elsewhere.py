@@ -112,7 +112,7 @@ def test_what_deepspeed_is_not_told_to_shard_is_not_its(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (V1 + "peft_config: {name: freeze}\n", "it trains only a few layers"),
+        (V1 + "peft_config: {name: freeze}\n", "it trains a few layers alone"),
         (V1 + "optim_config: {name: muon}\n", "it trains by Muon"),
         (V1 + "cp_size: 2\n", "it cuts sequences over GPUs"),
         (TUNE + "optimizer_in_bwd: True\n", "it steps in backward, tensor by tensor (optimizer_in_bwd)"),

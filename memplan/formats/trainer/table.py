@@ -186,7 +186,7 @@ def _liger(reader: Reader) -> None:
             raise PlanError(key, plain(value), "must be true or false", origin=value.origin)
     gated = [value for key, value in chosen.items() if LIGER_PIECES.get(key) == "kernels.mlp"]
     if len({one.value for one in gated}) > 1:
-        problem = "must be as swiglu: Gemma's function takes only geglu, those of other models swiglu"
+        problem = "must be as swiglu: Gemma's function takes geglu alone, those of other models swiglu"
         raise chosen["geglu"].wrong("geglu", problem)
     put("kernels.set", Node("liger", node.origin), "use_liger_kernel")
     off = [key for key, value in chosen.items() if value.value is False]
