@@ -78,7 +78,9 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     result = [*COMMON, ties, f"{EVALUATION}; {framework(plan.framework).saving(plan)}"]
     newest = LIBRARIES["torch"].newest
     if torch_version(plan) > newest:
-        result.append(f"torch {plan.torch} is taken to be as {shown(newest)}, the newest release that is known")
+        result.append(
+            f"torch {plan.torch} is assumed to behave like {shown(newest)}, the newest release that memplan knows"
+        )
     if isinstance(plan.model, TracedSpec):
         traces = framework(plan.framework).running.learnt_assumptions(plan)
         return (*result, *traces, *PLAIN[1:], *framework(plan.framework).optimizer_assumptions(plan))
@@ -124,7 +126,7 @@ def _fused(plan: ResolvedPlan) -> str:
         return CUDNN_ATTENTION
     return (
         "PyTorch's own flash attention kernel; the kernel's temporary tensors in backward are counted (from 2.11 on "
-        "PyTorch prefers cuDNN's on Hopper and Blackwell, whose tensors are taken to be as large)"
+        "PyTorch prefers cuDNN's on Hopper and Blackwell, whose tensors are assumed to be as large)"
     )
 
 
@@ -133,12 +135,12 @@ def _masked(plan: ResolvedPlan) -> str:
     ``aten/src/ATen/native/transformers/attention.cpp`` (``convert_boolean_attn_mask``, ``preprocess_mask``)."""
     kernel = "cuDNN's kernel" if plan.masked_kernel == "cudnn" else "the memory-efficient kernel"
     runs = f"PyTorch takes {kernel} in place of its flash kernel"
-    when = f"sequences of {plan.model.sliding_window} tokens (the sliding window) or more hand it a mask"
+    when = f"sequences of {plan.model.sliding_window} tokens (the sliding window) or more give it a mask"
     layers, tokens = "layer with a window", "no token is padding"
     without = " (flash_attention_2 does none of this)"
     repeated = ", and keys and values once for every query head" * (plan.model.kv_heads != plan.model.heads)
     if plan.padded:
-        when, layers = "a batch with padding hands it a mask in every layer", "layer"
+        when, layers = "a batch with padding gives it a mask in every layer", "layer"
         tokens, without = "every batch is padded to the sequence length", ""
     if plan.precision.dtype == "fp32":  # which has no flash kernel
         runs, without = f"PyTorch runs {kernel}", ""
@@ -206,8 +208,8 @@ def _of_whole_logits(plan: ResolvedPlan) -> str:
         kept = "and those of its reference, stay until metrics have been computed"
     at_once = "at once" if how is not None and (how.at_once or how.kernel) else "sequence by sequence"
     return (
-        f"the loss is taken of all logits, {at_once} (from trl {shown(TRL_TILES)} on by tiles, which take far less); "
-        f"the model's logits, {kept}; every token is taken to belong to a completion"
+        f"the loss reads all logits, {at_once} (from trl {shown(TRL_TILES)} on in tiles, which need far less); "
+        f"the model's logits, {kept}; every token is assumed to belong to a completion"
     )
 
 
@@ -222,7 +224,7 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
         )
     head = (
         "trl's fused head computes log-probabilities of labels in tiles of 4,096 tokens and 32,768 words; every token "
-        "but the first is taken to belong to a completion (of a prompt it takes none of the head's memory)"
+        "but the first is assumed to belong to a completion (of a prompt it takes none of the head's memory)"
     )
     name = f"DPOTrainer of trl {_trl(plan)}"
     if plan.trainer.kind.reduced == "rows-of-copy":
@@ -234,7 +236,7 @@ def _of_pairs(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.loop.mismatched:
         samples = (
             f"KTOTrainer of trl {_trl(plan)}, loss_type kto: mbs and gbs count sequences of {plan.batch.seq} tokens; "
-            "as many prompts with others' completions are scored besides, by the policy before its own pass (dropout "
+            "as many prompts with others' completions are scored as well, by the policy before its own pass (dropout "
             "of adapters is not counted there) and by the reference; dropout is off; no MoE auxiliary loss"
         )
     return samples, _of_whole_logits(plan) or head, f"the reference {reference}; predicted times are without its pass"
@@ -251,7 +253,7 @@ def _of_policy_alone(plan: ResolvedPlan) -> tuple[str, ...]:
         f"{plan.trainer.kind.trainer} of trl {_trl(plan)} (trl.experimental): mbs and gbs count pairs, and both "
         f"sequences of each, {plan.batch.seq} tokens, run in one batch; there is no reference; dropout is off; no MoE "
         "auxiliary loss",
-        f"the loss is taken of all logits, {likelihood}; log-probabilities of labels are made {made}",
+        f"the loss reads all logits, {likelihood}; log-probabilities of labels are made {made}",
     )
 
 
@@ -262,7 +264,7 @@ def _of_pairs_of_llama_factory(plan: ResolvedPlan) -> tuple[str, ...]:
         reference = f"a second model in {plan.precision.stored}, {framework(plan.framework).reference(plan)}"
     return (
         f"DPO of LLaMA-Factory (August 2026): mbs and gbs count pairs, and both sequences of each, {plan.batch.seq} "
-        "tokens, run in one batch; dropout is off; the loss is of all logits in fp32, which stay while the reference "
+        "tokens, run in one batch; dropout is off; the loss reads all logits in fp32, which stay while the reference "
         "runs; any pref_loss with a reference takes as much, but for a few numbers of a token each",
         f"the reference is {reference}; predicted times are without its pass",
     )
@@ -272,8 +274,8 @@ def _of_tokens(plan: ResolvedPlan) -> tuple[str, ...]:
     """What is taken for granted of trl's SFTTrainer."""
     if not plan.loop.own_loss:
         return (
-            f"SFTTrainer of trl {_trl(plan)}: the model's own loss, of all logits, which also its metrics are of (from "
-            f"trl {shown(TRL_TILES)} on of tiles, which take far less); no MoE auxiliary loss",
+            f"SFTTrainer of trl {_trl(plan)}: the model's own loss and the metrics read all logits (from trl "
+            f"{shown(TRL_TILES)} on in tiles, which need far less); no MoE auxiliary loss",
         )
     return (
         f"SFTTrainer of trl {_trl(plan)}, loss_type nll: its fused head computes log-probabilities of labels in tiles "

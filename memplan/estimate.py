@@ -413,12 +413,12 @@ def _moment_warnings(plan: ResolvedPlan, stages: Sequence[StageEstimate]) -> tup
     if not found:
         return ()
     evaluation, steady, where = max(found)
-    covered = "covers both" if plan.trainer.evaluated else "leaves evaluation out, of which the plan has none"
+    covered = "covers both" if plan.trainer.evaluated else "leaves evaluation out, because the plan has none"
     return (
         Notice(
             "evaluation-exceeds-steady",
-            f"evaluation on stage {where} needs {evaluation / 2**30:.2f} GiB, training {steady / 2**30:.2f} GiB; the "
-            f"readings are training's, the verdict {covered}",
+            f"evaluation on stage {where} needs {evaluation / 2**30:.2f} GiB, more than training, "
+            f"{steady / 2**30:.2f} GiB; the readings are training's, the verdict {covered}",
         ),
     )
 

@@ -50,8 +50,8 @@ def _targets(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
     if nothing := left_out(plan):
         yield Notice(
             "targets-left-out",
-            f"nothing in {plan.model.name} is called {' or '.join(nothing)} (lora.targets): peft goes on without; "
-            f"{named_layers(plan)}",
+            f"{plan.model.name} has no module called {' or '.join(nothing)} (lora.targets), so peft adds no adapter "
+            f"there; {named_layers(plan)}",
         )
 
 
@@ -66,9 +66,9 @@ def _whole_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[
     if size := sum(hold_bytes(one.shape, plan.precision.dtype) for one in stacks):
         yield Notice(
             "experts-not-quantised",
-            f"experts stay in {plan.precision.dtype}, {size / GIB:.2f} GiB of the model: transformers 5 has those of a "
-            "layer in one parameter, and bitsandbytes quantises linear layers alone (transformers 4 had a linear layer "
-            "for each of most models' experts)",
+            f"experts stay in {plan.precision.dtype} and take {size / GIB:.2f} GiB: transformers 5 keeps the experts "
+            "of a layer in one parameter, and bitsandbytes quantises only linear layers (in transformers 4 each "
+            "expert of most models had linear layers of its own)",
         )
 
 
@@ -112,7 +112,7 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
         when = f"sequences have {spec.sliding_window} tokens (the sliding window) or more"
     yield Notice(
         "masks-kept",
-        f"transformers' default attention, sdpa, is handed a mask where {when}: each of {layers} layers keeps a copy "
+        f"transformers' default attention, sdpa, gets a mask where {when}: each of {layers} layers keeps a copy "
         f"of it, {size:,} bytes ({layers * size / GIB:.2f} GiB together){kept}; {instead}",
     )
 
@@ -140,8 +140,8 @@ def _delta_operators(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterato
     yield Notice(
         "delta-operators",
         f"the gated delta nets of {layers} layers run transformers' own operators, as they do without "
-        "flash-linear-attention and causal-conv1d: far slower, and of what is kept for backward at once, products of "
-        f"tokens in fp32 alone are {kept * size / GIB:.2f} GiB; if both packages are installed, say --delta-kernel fla",
+        "flash-linear-attention and causal-conv1d: these are far slower, and keep products of tokens in fp32 for "
+        f"backward, {kept * size / GIB:.2f} GiB at once; if both packages are installed, add --delta-kernel fla",
     )
 
 
@@ -150,7 +150,7 @@ KEPT_PRODUCTS = 5
 
 
 def _padding(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
-    """What padding would add in a trainer's batches of several sequences, which are taken to be full, where that is
+    """What padding would add in a trainer's batches of several sequences, which are assumed to be full, where that is
     half a gibibyte or more: masks, and keys and values repeated, of layers that have none yet."""
     spec, b, s, dtype = plan.model, plan.sequences, plan.batch.seq, plan.precision.dtype
     loop, takes_masks = plan.trainer.loop, not plan.compile and plan.layout.cp == 1
@@ -171,10 +171,10 @@ def _padding(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
     why = no_padding(plan)
     yield Notice(
         "padding",
-        f"sequences are taken to be full, as packing makes them: where those of a micro-batch are padded to {s} "
-        f"tokens, sdpa is handed a mask, and a layer's attention keeps {size:,} bytes more (mask, repeated keys and "
-        f"values; {layers * size / GIB:.2f} GiB in what is kept at once); "
-        + (f"no estimate counts it {why}" if why else "--padding counts it"),
+        f"every sequence is assumed to have {s} tokens, as after packing: if your micro-batches are padded, sdpa gets "
+        f"a mask, and the attention of a layer keeps {size:,} bytes more (mask, repeated keys and values; "
+        f"{layers * size / GIB:.2f} GiB in all layers that are kept at once); "
+        + (f"memplan cannot count it {why}" if why else "add --padding to count it"),
     )
 
 
@@ -188,9 +188,10 @@ def _traced_masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[N
     if type(window) is int and plan.batch.seq >= window and keys not in (None, heads):
         yield Notice(
             "masks-traced",
-            f"far too high: from its sliding window of {window} on, what was traced of {spec.name} keeps attention's "
-            f"scores, for {keys} heads of keys come with a mask, which no fused kernel of PyTorch takes; transformers "
-            f"repeats them to {heads}, and a fused kernel runs. Sequences below the window are not affected",
+            f"this estimate is far too high: from {window} tokens on (the sliding window), the trace of {spec.name} "
+            f"keeps attention's scores, because it passes {keys} heads of keys beside a mask, which no fused kernel of "
+            f"PyTorch takes; a real run repeats them to {heads}, and a fused kernel runs. Shorter sequences are not "
+            "affected",
         )
 
 
@@ -220,7 +221,8 @@ def _compiled(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notic
     if plan.compile and gpu is not None and GPUS[gpu].compute_capability != GPUS["h100-80gb"].compute_capability:
         yield Notice(
             "compiled-for-h100",
-            f"the graph is what Inductor writes for an H100; for {gpu} it may split sums and keep tensors otherwise",
+            f"the graph is the one that Inductor writes for an H100; for {gpu} it may split sums and keep tensors "
+            "differently",
         )
 
 

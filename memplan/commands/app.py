@@ -219,14 +219,19 @@ _SAID = {
     "plan": "plan, launch file, or built-in example",
     "log": "a log, a memory snapshot, or the message in quotes",
     "--objective": "time (the default), memory or gpus",
-    "--from": "whose launch file PLAN is, if not told by itself",
-    "--compare": "other plans, side by side with PLAN",
-    "--vary": "values side by side: --vary mbs=1,2,4",
+    "--from": "tool that PLAN is a launch file of, if memplan asks",
+    "--compare": "other plans, shown side by side with PLAN",
+    "--vary": "values to compare: --vary mbs=1,2,4",
     "--model": "built-in name, Hub id, or path of a config.json",
     "--gpu": "such as h100, a100-80gb, 4090; or 8xh100",
     "--recompute": "none, selective or full",
-    "--quantisation": "frozen weights: nf4, fp4, int8, gptq",
+    "--quantisation": "frozen weights: nf4, fp4, int8, gptq, awq",
     "--headroom": "memory kept free: 2GiB, 5%",
+    "--device": "cuda, cpu, or fake (no computation)",
+    "--events": "write every event to FILE, as JSON lines",
+    "--learn": "learn a model that has no recipe",
+    "--to": "megatron, deepspeed, … (default: the plan's own)",
+    "--html": "write the answer as a page for a browser",
 }
 """Of the short help, in place of a first clause that says less."""
 _EXAMPLE = {
@@ -261,7 +266,7 @@ def _memplan(
     context: typer.Context,
     version: Annotated[bool, typer.Option("--version", "-V", help="Show the version and exit.")] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Of a fault in memplan itself, print the traceback (with any command).")
+        bool, typer.Option("--debug", help="Print the traceback of a fault in memplan itself (with any command).")
     ] = False,  # the command line takes it out
 ) -> None:
     if version:

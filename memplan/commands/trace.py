@@ -64,9 +64,7 @@ def trace(
     json: Json = False,
     quiet: Annotated[
         bool,
-        typer.Option(
-            "-q", "--quiet", help="print only the difference between trace and estimate", rich_help_panel=OUTPUT
-        ),
+        typer.Option("-q", "--quiet", help="print only how trace and estimate differ", rich_help_panel=OUTPUT),
     ] = False,
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="print every layer", rich_help_panel=OUTPUT)] = False,
     no_color: NoColor = False,

@@ -147,7 +147,7 @@ def _by_multiprocessors(gpu: str, eager: bool, torch_version: Version) -> Cause 
     stacks = processors * resident_threads(capability) * _STACK // _MIB * _MIB
     least, most = (stacks + beside for beside in _BESIDE_STACKS)
     kernels = (0, 0) if not eager else _OLD_KERNELS if torch_version < (1, 13) else (_ALL_KERNELS, _ALL_KERNELS)
-    source = f"{stacks // _MIB} MiB of stacks, 1 KiB for each thread, and what published contexts hold besides" + (
+    source = f"{stacks // _MIB} MiB of stacks, 1 KiB for each thread, and the rest of published contexts" + (
         ", with all kernels" if eager else ""
     )
     return Cause("cuda_context", "CUDA context", least + kernels[0], most + kernels[1], source)

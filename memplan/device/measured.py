@@ -347,14 +347,24 @@ def reading_warnings(plan: ResolvedPlan, stages: Sequence[StageEstimate]) -> tup
     """What the device reading leaves out."""
     gpu = plan.hardware.gpu
     if gpu is None:
-        return (Notice("no-gpu", "no GPU is named (--gpu): no capacity to compare with, no device reading"),)
+        return (
+            Notice(
+                "no-gpu",
+                "no GPU is named, so memplan cannot say whether the plan fits or what the device shows; add --gpu",
+            ),
+        )
     notices = []
     if any(stage.beyond.cuda_context is None for stage in stages):
         notices.append(
-            Notice("context-unknown", f"CUDA-context size unknown for {gpu}, so the device reading is unknown, too")
+            Notice(
+                "context-unknown",
+                f"the size of the context on {gpu} is not known, so the device reading is not known either",
+            )
         )
     if any(stage.beyond.nccl is None for stage in stages):
-        notices.append(Notice("nccl-not-counted", f"what communicators take on {gpu} is not known, and not counted"))
+        notices.append(
+            Notice("nccl-not-counted", f"the memory of communicators on {gpu} is not known, and not counted")
+        )
     return tuple(notices)
 
 

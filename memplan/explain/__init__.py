@@ -109,17 +109,17 @@ def _far_apart(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
     nearest = least if said < least else most if said > most else said
     if abs(nearest - said) <= APART * said:
         return
+    larger, smaller = ("plan", "run") if nearest > said else ("run", "plan")
     more = (
-        "has the plan another batch, sequence or model than the run, or less recompute, sharding, or quantisation?"
-        if nearest > said
-        else "has the run another batch, sequence or model, less recompute or sharding, or more on its GPU?"
+        f"does the {larger} have a larger batch, sequence or model than the {smaller}, less recompute or sharding, or "
+        f"{'no quantisation' if larger == 'plan' else 'more on its GPU'}?"
     )
     named = made.clues.about and is_then(best[0].phase, made.clues.phase or best[0].phase)
     so = "the size and the traceback name the tensor" if named else "the tensor is a guess by its size"
     yield Notice(
         "far-apart",
         f"the plan has {printed(nearest)} allocated at that moment, the message says {printed(said)}: the plan is not "
-        f"this run ({more}); {so}, and what else is in memory below is the plan's",
+        f"this run ({more}); {so}, and the memory listed below is the plan's, not the run's",
     )
 
 
@@ -128,7 +128,7 @@ def _other_moment(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
     if best and made.clues.phase and not is_then(best[0].phase, made.clues.phase):
         yield Notice(
             "another-moment",
-            f"the traceback is in {made.clues.phase}, where the plan has nothing of this size; it has in "
+            f"the traceback is in {made.clues.phase}, where the plan makes no request of this size; it makes one in "
             f"{best[0].phase}",
         )
 
@@ -142,9 +142,8 @@ def _other_code(made: Explanation, best: list[Candidate]) -> Iterator[Notice]:
         return
     yield Notice(
         "not-in-the-plan",
-        f"the traceback names {about.name}, and the plan has none of this size: does the plan have the run's "
-        "optimizer, "
-        "attention, batch and sequence?",
+        f"the traceback names {about.name}, but the plan has none of this size: does the plan have the run's "
+        "optimizer, attention, batch and sequence?",
     )
 
 
@@ -153,7 +152,8 @@ def _other_gpu(plan: ResolvedPlan, message: OutOfMemory) -> Iterator[Notice]:
     has, said = plan.hardware.capacity, message.capacity
     if has is not None and said is not None and abs(has - said) > has // 16:
         yield Notice(
-            "other-gpu", f"the message's GPU has {printed(said)}, the plan's {printed(has)}: --gpu names the run's"
+            "other-gpu",
+            f"the GPU of the message has {printed(said)}, the plan's has {printed(has)}: name the run's GPU with --gpu",
         )
 
 
@@ -165,10 +165,10 @@ def _on_host(message: OutOfMemory, estimated: Estimate) -> Iterator[Notice]:
     taken = max(stage.host for stage in estimated.stages)
     whole = parameters(plan.model) * ITEMSIZE[plan.precision.stored]
     ranks = min(plan.hardware.gpus_per_node, plan.hardware.gpus)
-    offloads = f"its offloaded states take {printed(taken)} of a node's memory" if taken else "it offloads nothing"
+    offloads = f"offloads states that take {printed(taken)} of a node's memory" if taken else "offloads nothing"
     yield Notice(
         "host-estimate",
-        f"by the plan {offloads}; while loading, a process that reads all parameters in {plan.precision.stored} takes "
+        f"the plan {offloads}; while loading, a process that reads all parameters in {plan.precision.stored} takes "
         f"{printed(whole)}, {ranks} of a node {printed(ranks * whole)} if each does; code, data and file caches come "
         "on top",
     )

@@ -277,7 +277,7 @@ def _candidate(
         *_by_memory(one, reported.message),
     ]
     if (kind, tensor) in failed:
-        points.append((2, "the plan's own run fails with it"))
+        points.append((2, "the plan, replayed, runs out of memory at it"))
     return Candidate(
         stages=stages,
         phase=phase,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .base import Family
 
-NOWHERE_ELSE = "torchtitan alone has its code: --framework fsdp --fsdp-code torchtitan"
+NOWHERE_ELSE = "only torchtitan has its code: --framework fsdp --fsdp-code torchtitan"
 
 FAMILIES = {
     "muse_glimmer": Family(

@@ -71,7 +71,7 @@ QWEN3_5 = replace(
     embedding=partial(embedding, tables=tables),
     tables_of_each=True,
     assumptions=(
-        "the text part alone: no images, no vision tower, and no layers that predict further tokens, whose weights "
+        "only the text part: no images, no vision tower, and no layers that predict further tokens, whose weights "
         "transformers' text model leaves out (_keys_to_ignore_on_load_unexpected)",
     ),
     linear_layers={**LLAMA_FAMILY.linear_layers, **OF_NET},

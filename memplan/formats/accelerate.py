@@ -304,7 +304,7 @@ def without_reentrance(building: Building) -> None:
         building.put("recompute.reentrant", Node(False, found.origin), "use_reentrant")
         building.note(
             "checkpoints-when-sharded",
-            f"reentrant checkpoints ({found.origin}) of a sharded model are taken to hold what others hold",
+            f"reentrant checkpoints ({found.origin}) of a sharded model are assumed to hold as much as others do",
         )
 
 

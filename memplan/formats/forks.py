@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 _MICROSOFT = (
     "is of Microsoft's Megatron-DeepSpeed, which is not modelled; BigScience's is. Say the job in flags for one like "
-    "it: --framework megatron, or deepspeed for ZeRO alone"
+    "it: --framework megatron, or deepspeed for ZeRO without a pipeline"
 )
 _OTHER_LAYERS = """
     swiglu squared-relu normalization num-key-value-heads use-rotary-position-embeddings rotary-percent

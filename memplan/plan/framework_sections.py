@@ -438,7 +438,7 @@ class Trainer(FrameworkSection):
     @property
     def evaluated(self) -> bool:
         """Whether the plan includes an evaluation. Of the Trainer's it says so, with the size of its batches or their
-        number; another loop is taken to evaluate with the micro-batches that it trains with, unless 0 of them."""
+        number; another loop is assumed to evaluate with the micro-batches that it trains with, unless 0 of them."""
         if self.evaluation_mbs == 0:
             return False
         return self.loop == "none" or self.evaluation_mbs is not None or self.evaluation_batches is not None

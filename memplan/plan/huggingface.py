@@ -288,7 +288,7 @@ def _of_windowed(config: Node, window: Node) -> Node:
     kinds = named.value if named is not None and isinstance(named.value, list) else []
     if window.value is None:
         if named is not None and any(str(one.value) != "full_attention" for one in kinds):
-            raise named.lacks("layer_types", "must be full_attention alone where sliding_window is null")
+            raise named.lacks("layer_types", "must be only full_attention where sliding_window is null")
         return Node(0, window.origin)
     allowed, accepts = _whole(1, MOST_LAYERS)
     if not kinds and not accepts(pattern.value):

@@ -165,7 +165,7 @@ def of_experts(plan: Plan) -> frozenset[str]:
     spec, lora = plan.model, plan.lora
     if not spec.experts or family(spec.family).mixture is None or spec.mlp_bias:
         what = "names stacks of experts, and" if spec.experts else "is for stacks of experts, which this model has not:"
-        how = "stacks without biases alone are modelled" if spec.experts else "name linear layers (--lora-targets)"
+        how = "only stacks without biases are modelled" if spec.experts else "name linear layers (--lora-targets)"
         raise plan.wrong("lora.target_parameters", f"{what} {how}; the model is {spec.name}")
     found = set()
     for one in given:

@@ -190,7 +190,7 @@ class Megatron(FrameworkSection):
     )
     detaches_heads: bool = Field(
         False,
-        description="multi-token prediction trains its own layers alone: neither the model, nor embedding and head",
+        description="multi-token prediction trains only its own layers: neither the model, nor embedding and head",
         json_schema_extra={"flag": "--mtp-detach-heads"},
     )
     mixes_states: bool = Field(

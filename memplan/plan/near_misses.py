@@ -188,7 +188,7 @@ NOT_MODELLED: Mapping[str, str] = {
     "--kernels fms is fms-acceleration's set of its kernels",
     **dict.fromkeys(
         ("--packing", "--pack", "--padding-free", "--group-by-length"),
-        "is no flag: rows are taken to be full, as packing fills them (--seq), unless --padding says otherwise; "
+        "is no flag: rows are assumed to be full, as packing fills them (--seq), unless --padding says otherwise; "
         "padding-free rows take --attention flash_attention_2",
     ),
     **dict.fromkeys(
@@ -199,7 +199,7 @@ NOT_MODELLED: Mapping[str, str] = {
         ("--lora-bias", "--bias"), "biases that are trained beside adapters are not modelled; peft's default is none"
     ),
     **dict.fromkeys(
-        ("--image-size", "--num-frames", "--vision"), "vision towers are not modelled: models of text alone are"
+        ("--image-size", "--num-frames", "--vision"), "vision towers are not modelled: models that read only text are"
     ),
     **dict.fromkeys(
         ("--sharding-strategy", "--fsdp-sharding-strategy", "--shard-strategy", "--sharding"),
@@ -224,7 +224,7 @@ NOT_MODELLED: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("--params", "--parameters", "--num-params", "--model-size", "--n-params"),
-        "a number of parameters alone says too little: name a --model (memplan models), with --layers, --hidden, "
+        "a number of parameters says too little: name a --model (memplan models), with --layers, --hidden, "
         "--heads and others over its own",
     ),
 }

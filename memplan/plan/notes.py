@@ -40,7 +40,7 @@ def notes_of(plan: Plan) -> tuple[Note, ...]:
 def text_part(name: str, reads: str = "images") -> Note:
     """What is told of a model that ``reads`` more than text."""
     tower = "vision tower" if reads == "images" else "tower"
-    message = f"{name} reads {reads}, too: its text part alone is planned, without the {tower} and projector"
+    message = f"{name} reads {reads}, too: only its text part is planned, without the {tower} and projector"
     return Note(TEXT_PART, one_line(message))
 
 

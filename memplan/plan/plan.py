@@ -136,7 +136,7 @@ class Precision(Section):
     )
     fp4: Literal["nvfp4"] | None = Field(None, description="products of linear layers in 4 bits")
     fp8_parameters: bool = Field(
-        False, description="weights of these layers are stored in 8 or 4 bits alone (fp8-param-gather)"
+        False, description="weights of these layers are stored only in 8 or 4 bits (fp8-param-gather)"
     )
     first_16bit_layers: int = Field(
         0, ge=0, le=MOST_LAYERS, description="layers at the start that keep products in dtype"

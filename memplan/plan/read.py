@@ -40,7 +40,7 @@ SAVED = "saved"
 _PATHS = ("precision.dtype", "precision.parameters", "fsdp.parameters", "fsdp.reduce")
 """Fields of a plan that may say so."""
 TAKEN = (
-    "parameters are taken to be fp32; transformers 5 loads a checkpoint in the dtype that it was saved in: if "
+    "parameters are assumed to be fp32; transformers 5 loads a checkpoint in the dtype that it was saved in: if "
     "the model was loaded so, give --autocast-parameters bf16"
 )
 """Where no dtype of the checkpoint is known, under autocast."""
@@ -66,7 +66,9 @@ def with_saved_dtype(plan: Node, folder: Path) -> tuple[Node, tuple[Note, ...]]:
         note = f"parameters are {dtype}, as the checkpoint was saved ({source}), which is how transformers 5 loads a "
         note += f"model where nobody names a dtype; {flag} says another"
         if scaled and not (dtype == "fp16" and adapters is not None and adapters.value):
-            note = f"parameters are taken to be fp32: the checkpoint was saved in {dtype} ({source}), and transformers "
+            note = (
+                f"parameters are assumed to be fp32: the checkpoint was saved in {dtype} ({source}), and transformers "
+            )
             note += f"5 loads it so where nobody names a dtype, but GradScaler stops at gradients in {dtype}"
             dtype = "fp32"
     for path, node in asked.items():

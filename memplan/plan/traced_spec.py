@@ -140,7 +140,7 @@ def traced_spec(model: Node, folder: Path, error: PlanError) -> TracedSpec:
             problem = f"cannot be changed: the architecture has no recipe ({error.field}); change {path}"
             if field == "labels":
                 problem = (
-                    "must be left out: the architecture is known from traces, of a language model alone, whose "
+                    "must be left out: the architecture is known only from traces of a language model, whose "
                     "head and loss take more than a classifier's"
                 )
             raise value.wrong(f"model.{field}", problem)

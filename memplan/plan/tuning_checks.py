@@ -185,7 +185,7 @@ def _check_awq(plan: ResolvedPlan) -> None:
         (
             "lora.targets",
             ALL_LINEAR in (plan.lora.targets or ()),
-            f"must be names of layers {kind}: peft's {ALL_LINEAR} finds torch.nn.Linear alone, and none of autoawq's",
+            f"must be names of layers {kind}: peft's {ALL_LINEAR} finds only torch.nn.Linear, and none of autoawq's",
         ),
     )
     if plan.kernels.lora == "unsloth":

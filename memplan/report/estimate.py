@@ -4,7 +4,7 @@ then what PyTorch cannot see), what was assumed, and, where a request fails, wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import chain
 
 from rich.console import Console, Group, RenderableType
@@ -307,10 +307,11 @@ def estimate_report(
     yield Text()
     failed = list(_failed(estimate))
     yield from (*failed, *([Text()] if failed else []))
-    for table in stage_tables(estimate, console, folded=not verbose):
+    tables = stage_tables(estimate, console, folded=not verbose)
+    for table in tables:
         yield table
         yield Text()
-    yield Text(_caption(estimate), FAINT)
+    yield Text(_caption(estimate, {str(column.header) for column in tables[-1].columns}), FAINT)
     yield from spaced(stage_breakdown(estimate, worst, console))
     if lines:
         yield from spaced(*drawn_lines(estimate, lines, console))
@@ -327,16 +328,20 @@ def estimate_report(
         yield from ways_table(estimate, unit_of(estimate))
 
 
-def _caption(estimate: Estimate) -> str:
+def _caption(estimate: Estimate, columns: Container[str]) -> str:
     meaning = {
-        "device": "what nvidia-smi shows: reserved, CUDA context, NCCL",
+        "device": "reserved, CUDA context and NCCL together, as nvidia-smi shows it",
         "reserved": "segments that PyTorch's allocator took",
         "allocated": "torch.cuda.max_memory_allocated",
         "requested": "sum of live tensors",
     }
     worst = estimate.stages[estimate.peak_stage]
     reading = reading_of(worst)
-    told = [f"{MEANING[unit_of(estimate).name]}, most loaded rank, steady state", f"{reading}: {meaning[reading]}"]
+    told = [
+        f"{MEANING[unit_of(estimate).name]} of the most loaded rank in steady state",
+        *(["static: held between iterations"] if "static" in columns else []),
+        f"{reading}: {meaning[reading]}",
+    ]
     return "; ".join(filter(None, [*told, free_words(estimate)])) + "."
 
 

@@ -78,7 +78,7 @@ def _what(told: Explanation) -> str:
             places.setdefault(_place(told, one).removeprefix(one.tensor), []).append(one.tensor)
         likely = ", or ".join(f"{' or '.join(dict.fromkeys(names))}{place}" for place, names in places.items())
         rest = len(told.candidates) - len(alike)
-        more = f" ({rest} more in the plan {'have' if rest > 1 else 'has'} its size)" if rest else ""
+        more = f" ({rest} more in the plan {'have' if rest > 1 else 'has'} this size)" if rest else ""
         return f"most likely {likely}{more},"
     if about is not None:
         return f"what the traceback names, {about}{phase},"
@@ -151,14 +151,14 @@ def explanation_report(told: Explanation) -> Iterator[RenderableType]:
 def _facts(told: Explanation) -> str:
     """The message's own figures, and where in the log it was."""
     message, reported = told.reported.message, told.reported
-    parts = [f"GPU {message.gpu}"] if message.gpu is not None else []
-    parts += [f"rank {reported.rank}"] if reported.rank is not None else []
+    parts = [f"on GPU {message.gpu}"] if message.gpu is not None else []
+    parts += [f"of rank {reported.rank}"] if reported.rank is not None else []
     named = (("allocated", message.allocated), ("reserved", message.reserved), ("this process", message.in_process))
     parts += [f"{name} {size(figure)}" for name, figure in named if figure is not None]
     if told.messages > 1:
         ranks = f" from ranks {numbers_text(told.ranks)}" if told.ranks else ""
         parts.append(f"the first of {told.messages} messages{ranks}")
-    parts += [f"behind {reported.steps:,} steps"] if reported.steps else []
+    parts += [f"after {reported.steps:,} steps"] if reported.steps else []
     frame = told.clues.frame or next(reversed(reported.frames), None)
     parts += [frame.place] if frame is not None else []
     return " · ".join(parts)
@@ -167,11 +167,11 @@ def _facts(told: Explanation) -> str:
 def _candidates(told: Explanation) -> Iterator[RenderableType]:
     yield Text()
     several = len(told.candidates) > 1
-    yield Text("What asked, the likeliest first" if several else "What asked", "bold")
+    yield Text("Which tensor asked, the likeliest first" if several else "Which tensor asked", "bold")
     yield _table(told, told.candidates)
     reasons = dict.fromkeys(told.candidates[0].reasons)
     if reasons:
-        yield Padding(Text(f"The first one: {'; '.join(reasons)}.", FAINT), (0, 0, 0, 2))
+        yield Padding(Text(f"Why the first one: {'; '.join(reasons)}.", FAINT), (0, 0, 0, 2))
 
 
 def _table(told: Explanation, shown: tuple[Candidate, ...]) -> Table:
@@ -194,7 +194,7 @@ def _memory(told: Explanation, one: Candidate) -> Iterator[RenderableType]:
     if not total or not sum(one.held):
         return
     unit = unit_for(total)
-    yield from titled("In memory then, by the plan")
+    yield from titled("In memory at that moment, as the plan says")
     table = WholeTable.grid(left(), right(), right(), padding=(0, 2, 0, 0))
     table.add_row(Text("  for", FAINT), Text(unit.name, FAINT), Text("%", FAINT))
     for category in Category:
@@ -223,7 +223,7 @@ def _ways_out(told: Explanation) -> Iterator[RenderableType]:
     if told.estimate.fits:
         yield from spaced(
             Text.assemble(
-                ("The plan fits by its estimate", "bold"),
+                ("The estimate says that the plan fits", "bold"),
                 ", and the run died: the run differs from the plan, or something else took memory (see above).",
                 " The changes below free as much memory as the run lacked." if told.estimate.ways_out else "",
             )

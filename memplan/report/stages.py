@@ -183,7 +183,7 @@ def _cause(stage: StageEstimate) -> tuple[str, str, str]:
     return stage.peak.phase, kind_of(stage.peak.module), stage.peak.tensor
 
 
-SHORTEST_BAR, LONGEST_BAR = 32, 64
+SHORTEST_BAR, LONGEST_BAR = 28, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +193,21 @@ class Shape:
     one_line: bool
     """Each row on one line; else ranges and peaks take two, and modules as many as they need."""
     ranks: bool = True
+    static: bool = True
     longest: int | None = None
     """Columns after which lists of modules and peaks wrap; ``None``: where the console ends."""
     bar: int = 0
     """Cells of the bar; 0: no bar."""
 
 
-ROOMY, COMPACT = Shape(one_line=True), Shape(one_line=False, longest=24)
-"""Shapes that a bar can stand beside."""
-NARROW, NARROWEST = Shape(one_line=False), Shape(one_line=False, ranks=False)
+ROOMY = Shape(one_line=True)
+BESIDE_A_BAR = ROOMY, Shape(one_line=False, longest=40), Shape(one_line=False, longest=24)
+NARROWER = (
+    Shape(one_line=False),
+    Shape(one_line=False, ranks=False),
+    Shape(one_line=False, ranks=False, static=False),
+)
+"""Shapes for less and less room."""
 
 
 def stage_tables(estimate: Estimate, console: Console, *, folded: bool = True) -> tuple[Table, ...]:
@@ -212,14 +218,14 @@ def stage_tables(estimate: Estimate, console: Console, *, folded: bool = True) -
         return measured(_table(estimate, rows, shape), console)
 
     if in_colour(console):
-        for shape in (ROOMY, COMPACT):
+        for shape in BESIDE_A_BAR:
             cells = console.width - needs(shape).maximum - GAP
             if cells >= SHORTEST_BAR:
                 return (_table(estimate, rows, replace(shape, bar=min(cells, LONGEST_BAR))),)
     if needs(ROOMY).maximum <= console.width:
         shape = ROOMY
     else:
-        shape = NARROW if needs(NARROW).minimum <= console.width else NARROWEST
+        shape = next((one for one in NARROWER if needs(one).minimum <= console.width), NARROWER[-1])
     chart = (_chart(estimate, rows, console.width),) if in_colour(console) else ()
     return (*chart, _table(estimate, rows, shape))
 
@@ -265,7 +271,7 @@ def _table(estimate: Estimate, rows: tuple[Row, ...], shape: Shape) -> Table:
         *([left("ranks")] if shape.ranks else []),
         folded("modules", max_width=shape.longest),
         right("params"),
-        right("static"),
+        *([right("static")] if shape.static else []),
         right(f"{peak_reading(estimate)}\npeak"),
         *([right("free")] if estimate.capacity is not None else []),
         folded("at the peak", max_width=shape.longest),
@@ -302,7 +308,8 @@ def _sizes(row: Row, estimate: Estimate, shape: Shape) -> list[Text]:
         return free_on(estimate, stage)
 
     over = f"bold {BAD}" if row.is_over else ""
-    cells = [cell(row.figures(static, unit)), cell(row.figures(headline, unit), over or "bold")]
+    cells = [cell(row.figures(static, unit))] if shape.static else []
+    cells.append(cell(row.figures(headline, unit), over or "bold"))
     return cells if estimate.capacity is None else [*cells, cell(row.figures(free, unit), over)]
 
 
@@ -332,7 +339,7 @@ def drawn_lines(estimate: Estimate, lines: Sequence[Line], console: Console) -> 
         )
         shown = ""
         if line.shown < line.microbatches:
-            shown = f", {line.shown:,} of {line.microbatches:,} micro-batches"
+            shown = f"; {line.shown:,} of {line.microbatches:,} micro-batches, which the others repeat"
         told = f": live tensors, {size(min(totals))} to {size(highest)}{shown}"
         yield Text.assemble((name, "bold"), (told, FAINT))
         yield from _drawn(_cells(line, min(console.width, WIDEST)), highest)
@@ -356,12 +363,12 @@ def _cells(line: Line, count: int) -> list[Level]:
 def _drawn(cells: Sequence[Level], highest: int) -> Iterator[Text]:
     bars, phases = Text(no_wrap=True), ""
     for phase, alike in groupby(cells, lambda cell: cell.phase):
-        if len(phases) <= len(bars):
+        if len(phases) <= len(bars) <= len(cells) - len(phase):  # else there is no room for the whole word
             phases = f"{phases.ljust(len(bars))}{phase} "
         heights = (cell.bytes * len(LEVELS) // max(highest, 1) for cell in alike)
         bars.append("".join([LEVELS[min(height, len(LEVELS) - 1)] for height in heights]), COLOURS.get(phase, ""))
     yield bars
-    yield Text(phases[: len(cells)].rstrip(), FAINT, no_wrap=True)
+    yield Text(phases.rstrip(), FAINT, no_wrap=True)
 
 
 # -- comparison ----------------------------------------------------------------------------------------
@@ -463,7 +470,7 @@ def _kept(estimate: Estimate) -> str:
     elif dtype == "fp32" or stage.of(Category.PARAMETERS) >= 4 * stage.parameters:
         precision = "fp32 parameters"
     else:
-        precision = f"{dtype} parameters alone"
+        precision = f"only {dtype} parameters"
     return f"{framework(estimate.plan.framework).sharded(estimate.plan)}; {precision}"
 
 

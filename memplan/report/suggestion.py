@@ -28,6 +28,7 @@ from .printing import (
     DOT,
     FAINT,
     GOOD,
+    Breakable,
     Pieces,
     entries,
     folded,
@@ -114,8 +115,8 @@ def _too_fast(stated: Suggestion) -> Iterator[Notice]:
         digits = 0 if round(mfu) > round(published) else 1
         yield Notice(
             "mfu-above-published",
-            f"an MFU of {mfu:.{digits}f} %, with half of causal scores, is above the best published one that was found "
-            f"for {plan.hardware.gpu} in 16 bits, {published:.{digits}f} % ({best.source}): expect a slower step",
+            f"the predicted MFU of {mfu:.{digits}f} %, with half of causal scores, is above the best published one "
+            f"known for {plan.hardware.gpu} in 16 bits, {published:.{digits}f} % ({best.source}): expect a slower step",
         )
 
 
@@ -196,7 +197,7 @@ def _offers(offers: Sequence[Offer]) -> Iterator[RenderableType]:
         left("framework"), folded("its best layout"), *map(right, (f"step {time.name}", f"peak {unit.name}")), left()
     )
     for offer, best in found:
-        other = f"{best.plan.precision.dtype} alone, no fp32 parameters"
+        other = f"{best.plan.precision.dtype} parameters only, none in fp32"
         caution = [*retry_marks(best), *([] if offer.keeps_fp32 else [Text(other, CAUTION)])]
         marks = Text(", ").join(caution) if offer.best is not None else Text(_too_little(best), BAD)
         layout = DOT.join(layout_pieces(best))
@@ -289,7 +290,7 @@ def _layout(
     facts = Table.grid(left(style=FAINT), folded(ratio=1), padding=(0, 2, 0, 0))
     if step is not None and suggestion.timed:
         facts.add_row("step", _speed(suggestion, step, error))
-        facts.add_row("of it", _parts(suggestion, step))
+        facts.add_row("time", _parts(suggestion, step))
         facts.add_row("costs", _costs(suggestion, step))
     if estimate is not None:
         facts.add_row("memory", verdict(estimate))
@@ -303,7 +304,7 @@ def _layout(
         if field:
             facts.add_row("cut", field)
     if flags:
-        facts.add_row("flags", flags)
+        facts.add_row("flags", Breakable(flags))
     yield facts
     if estimate is None:
         return
@@ -322,7 +323,7 @@ def _on_each_node(estimate: Estimate) -> list[str]:
 
 
 def _speed(suggestion: Suggestion, step: StepTime, error: float) -> Pieces:
-    rates = f"{rough(step.tokens_per_second)} tokens/s", f"{rough(step.tokens_per_second_per_gpu)} of each GPU"
+    rates = f"{rough(step.tokens_per_second)} tokens/s", f"{rough(step.tokens_per_second_per_gpu)} per GPU"
     time = Text(time_unit(suggestion.seconds).text(suggestion.seconds), "bold")
     whole, halved = part(step.mfu), part(step.mfu_halved)
     mfu = f"MFU {whole}" if whole == halved else f"MFU {whole} ({halved} with half of causal scores)"
@@ -373,7 +374,7 @@ def _why(found: Found, console: Console) -> Iterator[RenderableType]:
         fits = f", and keeps less than {found.keeps_free} free" if found.given_keeps_too_little else fits
         yield Text(f"The plan as given is {comparison_words(given, best)}{fits}.")
     elif given is not None:
-        yield Text("It is the plan as given.")
+        yield Text("The recommended layout is the plan as given.")
 
 
 def _ends_retries(found: Found) -> Iterator[RenderableType]:
@@ -403,7 +404,7 @@ def _passed_over(found: Found) -> Iterator[Text]:
         if one.seconds < best.seconds or (one.seconds <= longest and one.needs < best.needs and one.is_safe)
     ]
     if any(not one.point.keeps_numerics for one in better):
-        yield Text("Layouts that change the numerics are recommended where no other fits.", FAINT)
+        yield Text("A layout that changes the numerics is recommended only where no other layout fits.", FAINT)
     roomier = [one for one in better if one.point.keeps_numerics and one.needs < best.needs]
     if any(one.point.moved - best.point.moved for one in roomier):
         yield Text("Among equally fast layouts, those that offload more than the fastest are not recommended.", FAINT)

@@ -1,6 +1,6 @@
 """A layout in words: its sizes, its cut, and what another one does differently.
 
-The ways out of a plan that does not fit, as ``estimate`` ends with them.
+The changes that help a plan that does not fit, as ``estimate`` ends with them.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def _plural(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
-# -- ways out ------------------------------------------------------------------------------------------
+# -- changes that help ------------------------------------------------------------------------------------------
 
 
 def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
@@ -219,9 +219,11 @@ def ways_table(estimate: Estimate, unit: Unit) -> Iterator[RenderableType]:
     ways = estimate.ways_out
     if not ways:
         return
-    none = "another GPU alone is enough; others gain most" if ways[-1].helps else "none is enough; these gain most"
+    none = "only another GPU is enough; the others gain most" if ways[-1].helps else "none is enough; these gain most"
     told = "cheapest first" if ways[0].helps else none
-    yield from spaced(Text.assemble(("Ways out", "bold"), (f": {told}; peaks of the worst moment", FAINT)))
+    yield from spaced(
+        Text.assemble(("Changes that help", "bold"), (f": {told}; peak: in the moment that needs most", FAINT))
+    )
     table = plain_table(folded("change"), folded(), *map(right, (f"peak {unit.name}", "gained")), folded("costs"))
     for way in ways:
         row = verdict_words(way.judged), unit.figure(way.needs), unit.figure(way.gained), costs(way)

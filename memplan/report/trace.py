@@ -44,8 +44,8 @@ def _verdict(asked: Planned, comparison: Comparison) -> Text:
         return Text.assemble(("Equal", f"bold {GOOD}"), f": trace and estimate, {size(peak)} at the peak")
     share = percent(apart, peak)
     style = GOOD if apart <= CLOSE else CAUTION
-    close = "but for scalars: " if apart <= CLOSE else ""
-    text = f"trace and estimate are {close}{exact(apart)} bytes apart at most, of {size(peak)} at the peak"
+    scalars = ", which scalars explain," if apart <= CLOSE else ""
+    text = f"trace and estimate differ by at most {exact(apart)} bytes{scalars} of {size(peak)} at the peak"
     return Text.assemble(("Close" if apart <= CLOSE else "Apart", f"bold {style}"), f": {text} ({share} %)")
 
 

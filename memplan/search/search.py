@@ -293,7 +293,7 @@ class Search:
                 self._waiting += self._chosen(candidate)
             elif candidate.timed:
                 taken += 1
-                self.report(f"layouts tried{why}, of {self._many:,} at most", taken, 0)
+                self.report(f"layouts tried{why} (at most {self._many:,})", taken, 0)
                 yield candidate
             else:
                 self._waiting.append(self._timed(candidate))
@@ -395,7 +395,7 @@ class Search:
         for at, candidate in enumerate(sorted(kept, key=lambda one: (one.floor, one.order))):
             if best is not None and candidate.floor >= best.requested:
                 continue
-            self.report(f"layouts tried for the least memory, of {len(kept):,} at most", at, 0)
+            self.report(f"layouts tried for the least memory (at most {len(kept):,})", at, 0)
             for one in (candidate, *self._smallest_cut(candidate, best)):
                 suggestion = self.folded(one)
                 if suggestion is None:

@@ -114,8 +114,8 @@ class Estimate(Shown, result.Estimate):
 
 
 class Suggestion(Shown, Answer):
-    """The answer of ``suggest``: ``found.best`` are the recommended layout and the alternatives, ``found.front`` those
-    of which none needs less memory and less time."""
+    """The answer of ``suggest``: ``found.best`` has the recommended layout first, then the alternatives; in
+    ``found.front`` no layout needs both more memory and more time than another."""
 
     @property
     def plan(self) -> Plan | None:
@@ -146,7 +146,7 @@ class Suggestion(Shown, Answer):
 
 class Explanation(Shown, explanations.Explanation):
     """The answer of ``explain``: ``candidates`` for the tensor that asked, the likeliest first, ``causes`` with what
-    helps, ``estimate.ways_out`` that end it, ``guesses`` where there is no plan."""
+    helps, ``estimate.ways_out`` with changes of the plan that help, ``guesses`` where there is no plan."""
 
     __slots__ = ()
 
@@ -197,8 +197,11 @@ def shown(answer: Answered, known: Measured) -> Answered:
 
 
 def estimate(plan: Given = None, /, *, records: bool = True, **fields: object) -> Estimate:
-    """The memory of every stage, with what and when. ``records``: with what your own runs measured of GPUs, as the
-    command has it without ``--no-records``."""
+    """The memory of every stage: how much, for what, and when. Sizes are in bytes, and ``None`` where not known.
+
+    ``plan`` and ``fields`` are those of ``read_plan``. ``records=False`` leaves out what your own runs measured, as
+    ``--no-records`` does. Raises ``PlanError`` where the plan is wrong or not modelled.
+    """
     from ..commands.estimate import estimated
     from ..commands.output import measured_of, warned
 
@@ -218,7 +221,10 @@ def suggest(
     records: bool = True,
     **fields: object,
 ) -> Suggestion:
-    """The fastest layout that fits (or the ``objective`` ``"memory"`` or ``"gpus"``), and ``top`` to compare with it.
+    """The fastest layout that fits, and ``top`` layouts in all to compare.
+
+    ``objective="memory"`` asks for the least memory, ``"gpus"`` for the fewest GPUs. Raises ``PlanError`` where the
+    plan is wrong or names no GPU or global batch.
 
     The search keeps those fields that ``fix`` names: ``fix=["tp", "mbs=2"]``. What else ``fields`` and the plan say of
     its layout is where the search starts, as on the command line.
@@ -239,8 +245,11 @@ def suggest(
 
 
 def explain(message: str, plan: Given = None, /, *, records: bool = True, **fields: object) -> Explanation:
-    """What the out-of-memory ``message`` was about: a line, a traceback or a log's text. With a plan it names the
-    tensor that asked, what else was in memory then, and the smallest changes that end it."""
+    """Why a job ran out of memory. ``message`` is a line, a traceback or a log's text.
+
+    With a plan the answer names the tensor that asked, what else was in memory, and the smallest changes that help.
+    Raises ``PlanError`` where the message is about no memory, or the plan is wrong.
+    """
     from ..commands.output import measured_of
     from ..explain import explain as explained
 
@@ -280,10 +289,11 @@ def validate(
     records: bool = True,
     **fields: object,
 ) -> Record:
-    """Runs a few training steps of exactly this layout on this machine; what they needed, beside the estimate.
+    """Runs a few training steps of exactly this layout here, and compares what they needed with the estimate.
 
-    ``gpus`` is how many there are for it (the plan's number, if not given), ``tolerance`` a part of what was measured,
-    ``timeout`` seconds without progress. ``records``: the run is kept among yours (``memplan runs``).
+    ``gpus`` is the number of GPUs to use (default: the plan's), ``tolerance`` a part of the measured bytes, ``timeout``
+    seconds without progress. ``records=False`` does not keep the run among yours (``memplan runs``). Raises
+    ``PlanError`` where the plan is wrong or does not run here, ``LackingError`` where CUDA or a package is missing.
     """
     from ..commands.validate import kept, recorded, run_quietly
     from ..validate.run import Where, prepared

@@ -91,7 +91,9 @@ class Plan(_Plan):
 
 
 def read_plan(plan: Given = None, /, *, from_: str | None = None, **fields: object) -> Plan:
-    """The plan at a path, of a built-in example's name, in a mapping, or another plan, with ``fields`` over it.
+    """A plan from a path, a built-in example's name, a mapping or another plan; ``fields`` override it.
+
+    Raises ``PlanError``, whose text names the field, its value, what is allowed and where it came from.
 
     A mapping has sections as a plan's file has them (``{"layout": {"tp": 4}}``), flags' names (``{"tp": 4}``), or both.
     Launch files are known by what stands in them, several of one job together

@@ -443,7 +443,7 @@ def _check(plan: ResolvedPlan) -> None:
             "trainer.evaluation_batches", "must be left out: a trace is of a training step, without evaluation"
         )
     if plan.code != "current":
-        raise plan.wrong("code", "must be current: the installed transformers is what is traced")
+        raise plan.wrong("code", "must be current: a trace runs the installed transformers")
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
 

@@ -120,7 +120,7 @@ def test_functional_tests_of_megatron_lm_are_within_the_limits() -> None:
 def test_experts_of_megatron_lm_are_within_the_limits() -> None:
     """90 % between iterations; at the peak those whose tokens sinkhorn balances, and three of four of all. Where the
     tokens of others went is not recorded; of 32 sequences at once (the proxy of DeepSeek in fp8 on 8 GB200) that counts
-    more than of a few. Two rows of Megatron-FSDP were within the limits while it was taken to gather the output layer
+    more than of a few. Two rows of Megatron-FSDP were within the limits while it was assumed to gather the output layer
     ahead in every micro-batch, as the real class does in the first one alone."""
     table = table_of("megatron_lm_ci.jsonl")
     rows = [row for row in table.rows if megatron.family_of(row.id) == megatron.EXPERTS]

@@ -56,7 +56,7 @@ def test_files_of_replicas_and_adapters(flags: list[str], capsys: pytest.Capture
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GPT2, "--gbs", "2", "--no-color"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("Close: trace and estimate are but for scalars")
+    assert out.startswith("Close: trace and estimate differ by at most")
     assert "layers 0–1" in out
     assert "backward, mb 1" in out
 

@@ -205,10 +205,10 @@ def test_what_a_plan_takes_of_the_host() -> None:
     assert "the process had 58.37 GiB of it" in codes["host-memory"]
     assert told.estimate is not None
     host = max(stage.host for stage in told.estimate.stages)
-    assert f"offloaded states take {host / 2**30:.2f} GiB" in codes["host-estimate"]
+    assert f"offloads states that take {host / 2**30:.2f} GiB" in codes["host-estimate"]
     assert "in bf16 takes 14.96 GiB, 8 of a node 119.66 GiB" in codes["host-estimate"]
     told = explain("Killed", read_plan(None, {"model": "gpt2"}).plan)
-    assert "it offloads nothing" in told.causes[-1].message
+    assert "the plan offloads nothing" in told.causes[-1].message
 
 
 def test_what_the_asynchronous_allocator_says() -> None:

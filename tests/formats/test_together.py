@@ -112,7 +112,7 @@ def test_replicas_of_shards(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         (SHARDED.replace("version: 2", "version: 1") + GROUPS, "must be left out with fsdp.version 1"),
         (
             "distributed_type: MULTI_GPU" + GROUPS,
-            "parallelism_config: must be left out: Accelerate takes it with FSDP 2",
+            "parallelism_config: must be left out: Accelerate takes it with FSDP 2 alone",
         ),
         (
             SHARDED.replace("version: 2", "version: 1, fsdp_sharding_strategy: HYBRID_SHARD"),

@@ -70,11 +70,11 @@ def test_uneven_shards_are_padded() -> None:
     [
         (
             {"gpus": "16"},
-            "8 experts: 16 shards get 1 each, 8 of them none, and gathers are padded to 16 experts; --fsdp-",
+            "8 experts: 16 shards get 1 each, 8 of them get none, and gathers are padded to 16 experts; --fsdp-",
         ),
         (
             {"gpus": "12"},
-            "8 experts: 12 shards get 1 each, 4 of them none, and gathers are padded to 12 experts; --fsdp-",
+            "8 experts: 12 shards get 1 each, 4 of them get none, and gathers are padded to 12 experts; --fsdp-",
         ),
         ({"gpus": "32", "fsdp-replicas": "2"}, "replicas 4 cuts them into 8, without padding"),
         ({"gpus": "8"}, ""),

@@ -145,7 +145,7 @@ def test_gathering_in_8_bits_halves_layers() -> None:
         ),
         ({"model": "qwen3-30b-a3b"}, r"precision\.fp8 = tensorwise: must be left out with torchtitan's qwen3"),
         ({"fp8": "rowwise_with_gw_hp", "filter-fqns": "auto_filter_small_kn"}, "must be another with auto_filter"),
-        ({"fp8": "rowwise", "enable-fsdp-float8-all-gather": "true"}, "must be with tensorwise scaling alone"),
+        ({"fp8": "rowwise", "enable-fsdp-float8-all-gather": "true"}, "must be with tensorwise scaling only"),
         ({"fsdp-offload": "true", "enable-fsdp-float8-all-gather": "true"}, r"must be left out with fsdp\.offload"),
         ({"precompute-float8-dynamic-scale-for-fsdp": "true"}, r"fsdp\.float8_scales = true: must be false without"),
         ({"fp8-parameters": "true"}, r"precision\.fp8_parameters = true: must be left out"),

@@ -71,7 +71,7 @@ def test_padding_keeps_a_mask_and_keys_and_values_of_every_head(framework: str, 
     full, padded = estimate(plan(**flags)), estimate(plan(**flags, padding="true"))
     (told,) = (one.message for one in full.warnings if one.code == "padding")
     assert "134,217,728 bytes more" in told
-    assert "1.00 GiB in what is kept at once" in told
+    assert "1.00 GiB in all layers that are kept at once" in told
     more = padded.stages[0].requested - full.stages[0].requested
     assert 2**30 <= more < 2**30 + 2**25
     assert not [one for one in padded.warnings if one.code == "padding"]
@@ -82,7 +82,7 @@ def test_padding_that_no_estimate_counts_is_told() -> None:
     found = estimate(plan(**LLAMA, framework="single", trainer="dpo"))
     (told,) = (one.message for one in found.warnings if one.code == "padding")
     assert "268,435,456 bytes more" in told
-    assert "2.00 GiB in what is kept at once); no estimate counts it with trainer.loop dpo" in told
+    assert "2.00 GiB in all layers that are kept at once); memplan cannot count it with trainer.loop dpo" in told
 
 
 MISTRAL = {"model": "mistral-7b", "layers": 3, "framework": "single", "dtype": "bf16"}
@@ -169,7 +169,7 @@ def test_in_fp32_some_layers_keep_a_mask_and_others_their_scores() -> None:
     assert "in layers without a window" in told["scores-kept"]
     assert "268,435,456 bytes" in told["scores-kept"]
     assert "--attention flash_attention_2" not in told["masks-kept"]
-    (said,) = (one for one in found.assumptions if "hand it a mask" in one)
+    (said,) = (one for one in found.assumptions if "give it a mask" in one)
     assert "flash" not in said
     assert "layers without one run operator by operator" in said
 

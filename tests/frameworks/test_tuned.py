@@ -73,7 +73,7 @@ def test_a_target_that_names_nothing_is_told() -> None:
         {one.code: one.message for one in estimate(plan(model="llama-3-8b", lora_rank=8, lora_targets=given)).warnings}
         for given in ("q_proj,output_proj", "q_proj")
     ]
-    assert "called output_proj (lora.targets): peft goes on without" in found[0]["targets-left-out"]
+    assert "called output_proj (lora.targets), so peft adds no adapter there" in found[0]["targets-left-out"]
     assert "targets-left-out" not in found[1]
 
 
@@ -118,8 +118,8 @@ MIXTRAL = {"model": "mixtral-8x7b", "lora_rank": 8, "lora_target_parameters": "e
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ({"quantisation": "nf4"}, "experts stay in bf16, 5.25 GiB of the model: transformers 5"),
-        ({"quantisation": "int8"}, "experts stay in bf16, 5.25 GiB of the model: transformers 5"),
+        ({"quantisation": "nf4"}, "experts stay in bf16 and take 5.25 GiB: transformers 5"),
+        ({"quantisation": "int8"}, "experts stay in bf16 and take 5.25 GiB: transformers 5"),
         ({"quantisation": "nf4", "versions": "transformers=4.57.1"}, ""),
         ({"quantisation": "nf4", "model": "llama-3-8b"}, ""),
         ({}, ""),

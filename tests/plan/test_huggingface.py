@@ -368,7 +368,7 @@ def test_exaone_4_says_which_layers_have_neither_window_nor_positions(tmp_path: 
         config | {"sliding_window_pattern": "LLLG"}, tmp_path
     )
     kinds = {"layer_types": ["sliding_attention"], "sliding_window": None}
-    assert "must be full_attention alone where sliding_window is null" in refusal(config | kinds, tmp_path)
+    assert "must be only full_attention where sliding_window is null" in refusal(config | kinds, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -722,7 +722,7 @@ def test_a_text_part_says_what_else_the_model_reads(tmp_path: Path) -> None:
     for tower, reads in (("vision_config", "images"), ("audio_config", "sound")):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "both", tower: {}, "text_config": LLAMA}))
         (note,) = read_spec(tmp_path).notes
-        assert f"reads {reads}, too: its text part alone is planned" in note.message
+        assert f"reads {reads}, too: only its text part is planned" in note.message
     encoder = {"model_type": "grounding-dino", "text_config": {**LLAMA, "model_type": "bert"}}
     assert "model_type = grounding-dino: is not an architecture that is modelled" in refusal(encoder, tmp_path)
 

@@ -109,7 +109,7 @@ def test_what_is_not_followed_is_one_line(flags: dict[str, str], says: str) -> N
 
 
 def test_a_newer_torch_is_taken_as_the_newest_that_is_known() -> None:
-    said = "torch 2.99 is taken to be as 2.13, the newest release that is known"
+    said = "torch 2.99 is assumed to behave like 2.13, the newest release that memplan knows"
     for torch, is_said in (("2.99", True), ("2.13.0", False)):
         found = estimate(read_plan(None, {"model": "gpt2", "layers": "2", "seq": "64", "torch": torch}).plan)
         assert (said in found.assumptions) == is_said

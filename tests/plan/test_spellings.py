@@ -383,7 +383,7 @@ def test_a_repository_of_images_and_text_is_planned_by_its_text(name: str) -> No
     """Qwen 3.6 says 64 layers of 5,120 by 17,408, 24 heads of 256 for 4 keys, 16 and 48 heads of gated delta nets and a
     vocabulary of 248,320 in its ``config.json``, as Qwen 3.5 does."""
     assert [note.message for note in read(model=name).warnings if note.code == "text-part"] == [
-        f"{name} reads images, too: its text part alone is planned, without the vision tower and projector"
+        f"{name} reads images, too: only its text part is planned, without the vision tower and projector"
     ]
     assert (read(model=name).plan.model.hidden == 5120) is ("Qwen" in name)
 

@@ -118,7 +118,7 @@ def test_a_plan_that_does_not_fit_says_what_ends_it() -> None:
     found = memplan.estimate(model="gpt2-xl", gpu="v100-16gb", mbs=4, seq=1024, dtype="fp32")
     read = Read(found.to_html().encode())
     assert found.ways_out
-    assert "Ways out" in read.texts["h2"]
+    assert "Changes that help" in read.texts["h2"]
     for way in found.ways_out:
         assert way.what in read.said
     assert "CUDA out of memory. Tried to allocate" in read.texts["pre"][0]

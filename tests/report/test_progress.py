@@ -32,5 +32,5 @@ def test_work_that_may_end_at_any_moment_foresees_nothing(monkeypatch: pytest.Mo
     shown = progress._Shown("searching")
     for now, done in ((0.0, 1), (10.0, 250)):
         monkeypatch.setattr(progress, "monotonic", lambda now=now: now)
-        shown.report("layouts tried, of 107,076 at most", done, 0)
-    assert shown.text == "layouts tried, of 107,076 at most: 250"
+        shown.report("layouts tried (at most 107,076)", done, 0)
+    assert shown.text == "layouts tried (at most 107,076): 250"

@@ -43,7 +43,7 @@ def test_it_says_what_the_least_and_the_most_are() -> None:
     totals = [level.bytes for level in line.points]
     assert shown[0] == f"Over one iteration: live tensors, {size(min(totals))} to {size(max(totals))}"
     _, of_many = lines_of(120, gbs="64")
-    assert of_many[0].endswith("3 of 64 micro-batches")
+    assert of_many[0].endswith("3 of 64 micro-batches, which the others repeat")
 
 
 def test_the_report_has_it_and_quiet_has_not() -> None:

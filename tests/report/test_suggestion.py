@@ -191,11 +191,11 @@ def test_an_mfu_that_nobody_published_is_said() -> None:
 
     assert "mfu-above-published" in codes(answered(0.7))
     text = printed(lambda console: print_suggestion(answered(0.7), console), 400, colour=False)
-    said = "an MFU of 70 %, with half of causal scores, is above the best published one that was found for h100-80gb"
+    said = "the predicted MFU of 70 %, with half of causal scores, is above the best published one known for h100-80gb"
     assert f"{said} in 16 bits, 54 %" in text
     assert "MFU 80 % (70 % with half of causal scores)" in text
     near = printed(lambda console: print_suggestion(answered(0.5421), console), 400, colour=False)
-    assert "an MFU of 54.2 %, with half" in near
+    assert "MFU of 54.2 %, with half" in near
     assert "in 16 bits, 54.0 %" in near
     assert not {"mfu-above-published"} & {*codes(answered(0.5402)), *codes(answered(0.35))}
     assert "mfu-above-published" not in codes(replace(known, found=replace(known.found, best=(), closest=None)))
@@ -297,7 +297,7 @@ def test_why_a_faster_layout_is_not_recommended() -> None:
     changed = replace(changed, point=changed.point._replace(extras=other_numbers))
     beside = Answer(replace(found, best=(best, changed), given=None))
     text = printed(lambda console: print_suggestion(beside, console), 120)
-    assert "Layouts that change the numerics are recommended where no other fits.\n" in text
+    assert "A layout that changes the numerics is recommended only where no other layout fits.\n" in text
     assert "count as equally fast" not in text
 
 

@@ -369,7 +369,7 @@ def test_a_job_need_not_evaluate() -> None:
     assert way.needs == after.peak
     assert way.gained > 31 << 30
     (said,) = [notice.message for notice in after.warnings if notice.code == "evaluation-exceeds-steady"]
-    assert said.endswith("the verdict leaves evaluation out, of which the plan has none")
+    assert said.endswith("the verdict leaves evaluation out, because the plan has none")
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_the_report_ends_with_them(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out = answer(capsys, *([flag] if flag else []))
     assert code == 1
-    *_, last = out.split("Ways out")
+    *_, last = out.split("Changes that help")
     assert "micro-batch 8 → " in last
     assert out.endswith("memplan suggest-partition searches all layouts.\n")
 

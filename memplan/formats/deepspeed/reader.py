@@ -107,7 +107,7 @@ def _dtype(ours: Building, given: Collection[str]) -> Iterator[Note]:
     if found is not None and found.value == "fp32" and "precision.dtype" not in given:
         yield Note(
             "loaded-dtype",
-            "parameters are taken to be fp32: neither fp16 nor bf16 is enabled, and DeepSpeed's engine keeps a model "
+            "parameters are assumed to be fp32: neither fp16 nor bf16 is enabled, and DeepSpeed's engine keeps a model "
             "as it was loaded (transformers 5: as its checkpoint was saved); --dtype bf16 is what bf16.enabled does",
         )
 

@@ -37,7 +37,7 @@ def read(reader: Reader) -> None:
         return
     name = names[0]
     if reader.context.family != "gpt":
-        raise settings.wrong(name, "must be left out: layers that differ are modelled of pretrain_gpt.py alone")
+        raise settings.wrong(name, "must be left out: layers that differ are modelled only for pretrain_gpt.py")
     config = _configuration(reader, name)
     _check(reader, config, name)
     if PATH not in names:

@@ -42,7 +42,9 @@ def _limits(name: str, options: Mapping[str, Node]) -> str:
     """``name=least-most``; empty where neither is given. Through sockets NCCL has no buffers on the device."""
     network = options.get("net_name")
     if network is not None and str(network.value).lower() == "socket":
-        raise network.wrong("net_name", "is not modelled for one group alone; the variable NCCL_NET=Socket is, for all")
+        raise network.wrong(
+            "net_name", "is not modelled for a single group; the variable NCCL_NET=Socket is, for all groups"
+        )
     values = [options.get(key) for key in ("min_ctas", "max_ctas")]
     if not any(values) or not re.fullmatch(r"[a-z_]{1,30}", name):
         return ""

@@ -161,9 +161,9 @@ def _checkpoint_args(reader: Reader) -> None:
     and kinds of layers are the checkpoint's, whatever it says."""
     name = "--use-checkpoint-args"
     if reader.settings.has(name):
-        said = f"{name}: what is estimated is the model of the arguments; the checkpoint, whose key/value heads, "
+        said = f"{name}: memplan estimates the model of the arguments; the checkpoint, whose key/value heads, "
         reader.building.note("checkpoint-args", f"{said}experts and kinds of layers replace theirs, is not read")
-        reader.building.because(name, "the checkpoint is not read: its model is taken to be that of the arguments")
+        reader.building.because(name, "the checkpoint is not read: its model is assumed to be that of the arguments")
 
 
 SIZES = (

@@ -70,7 +70,7 @@ def _check_targets(targets: Node | None, *, parts: bool) -> None:
         if targets is not None and not str(one).isidentifier():
             raise targets.wrong("peft.target_modules", "must be names of linear layers: patterns are not modelled yet")
         if targets is not None and str(one) in (PARTS if parts else _CANONICAL):
-            other = f"CanonicalLoRA has {', '.join(_CANONICAL)}" if parts else "CanonicalLoRA alone has it"
+            other = f"CanonicalLoRA has {', '.join(_CANONICAL)}" if parts else "only CanonicalLoRA has it"
             raise targets.wrong("peft.target_modules", f"must not name {one}: {other}")
 
 

@@ -80,8 +80,8 @@ def _evaluation(reader: Reader) -> None:
         return
     reader.building.note(
         "evaluation-logits",
-        "evaluation is taken to compute no metrics; with compute_metrics the logits of every batch stay on the device "
-        "until its end: give their number as --eval-batches, or eval_accumulation_steps",
+        "evaluation is assumed to compute no metrics; with compute_metrics the logits of every batch stay on the "
+        "device until its end: give their number as --eval-batches, or eval_accumulation_steps",
     )
 
 
@@ -91,7 +91,7 @@ def _loss_alone(reader: Reader) -> None:
     if _evaluates(arguments) and arguments.on("prediction_loss_only") is None:
         reader.building.note(
             "evaluation-logits",
-            "evaluation is taken to compute no metrics; with compute_metrics the logits of every batch stay on the "
+            "evaluation is assumed to compute no metrics; with compute_metrics the logits of every batch stay on the "
             "device until its end, which is not modelled here",
         )
 

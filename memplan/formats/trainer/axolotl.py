@@ -227,7 +227,7 @@ def _refused_bits(own: Mapping[str, Node]) -> Iterator[PlanError]:
         if "load_in_8bit" in on:
             yield on["load_in_8bit"].wrong("load_in_8bit", "must be left out with adapter qlora: Axolotl stops")
     elif "load_in_4bit" in on and kind in (None, "lora"):
-        problem = "must be left out, or the adapter be qlora: with lora the model is loaded in 16 bits all the same"
+        problem = "must be left out, or the adapter be qlora: with lora the model is loaded in 16 bits anyway"
         yield on["load_in_4bit"].wrong("load_in_4bit", problem)
 
 

@@ -44,7 +44,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "processor_type": "models of more than text are not modelled",
         "process_reward_model": "heads that score steps are not modelled",
         "lisa_n_layers": "LISA, which trains other layers by turns, is not modelled",
-        "peft_layers_to_transform": "adapters of some layers alone are not modelled",
+        "peft_layers_to_transform": "adapters of only some layers are not modelled",
         "gptq": "weights that are quantised already are not read here; --quantisation gptq over a plan is",
         "use_eaft": "a loss weighed by entropy is not modelled",
         "fused_attn_kernel": "Axolotl's own kernels of attention are not modelled",
@@ -61,7 +61,7 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "model_quantization_config": "a base in MXFP4 or FP8 is not modelled",
         "nonexpert_quantization": "a base in MXFP4 or FP8 is not modelled",
         "peft_layer_replication": "layers that are repeated are not modelled",
-        "peft_trainable_token_indices": "embeddings of which some tokens are trained are not modelled",
+        "peft_trainable_token_indices": "training only some tokens of an embedding is not modelled",
         "lora_rank_pattern": "ranks that differ by module are not modelled",
         "scaling_softmax": "scaled softmax is not modelled",
         "s2_attention": "shifted short attention is not modelled",
@@ -100,10 +100,10 @@ PLUGINS: Mapping[str, str] = MappingProxyType(
 CUT_PLUGIN = "CutCrossEntropyPlugin"
 HARMLESS_PLUGINS = frozenset({CUT_PLUGIN, "LigerPlugin", "KernelsPlugin", "SwanLabPlugin", "LMEvalPlugin"})
 """Plugins that do nothing by themselves, or whose keys say what they do."""
-_WHOLE = "the model is taken to lie whole, or sharded as the file says, on each GPU"
-_VOCABULARY = "the vocabulary is taken to be the model's; a larger one is --vocab N"
-_OVERRIDDEN = "the model is taken to be what its own config.json says"
-_KERNEL = "the attention is taken to be what attn_implementation says"
+_WHOLE = "the model is assumed to lie whole, or sharded as the file says, on each GPU"
+_VOCABULARY = "the vocabulary is assumed to be the model's; a larger one is --vocab N"
+_OVERRIDDEN = "the model is assumed to be what its own config.json says"
+_KERNEL = "the attention is assumed to be what attn_implementation says"
 NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
         **dict.fromkeys(("device_map", "max_memory", "gpu_memory_limit"), ((None, "auto"), _WHOLE)),
@@ -117,21 +117,21 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
             ("gemma4_hybrid_attn_impl", "large_head_attention", "flash_attn_d512", "sdpa_varlen"),
             ((None, False, "sdpa"), _KERNEL),
         ),
-        "flex_attn_compile_kwargs": ((None,), "flex attention is taken to be compiled as by default"),
-        "batch_flattening": ((None, False), "batches are taken to be padded"),
-        "trainer_cls": ((None,), "the trainer is taken to be Axolotl's own"),
-        "bnb_config_kwargs": ((None,), "the base is taken to be NF4, quantised twice, and stored in bf16"),
-        "peft": ((None,), "adapters are taken to be initialised as by default"),
-        "peft_autocast_adapter_dtype": ((None, True), "adapters are taken to be trained in fp32"),
-        "peft_layers_pattern": ((None, []), "adapters are taken to be in every layer"),
-        "embeddings_skip_upcast": ((None, False), "embeddings are taken to be cast as by default"),
+        "flex_attn_compile_kwargs": ((None,), "flex attention is assumed to be compiled as by default"),
+        "batch_flattening": ((None, False), "batches are assumed to be padded"),
+        "trainer_cls": ((None,), "the trainer is assumed to be Axolotl's own"),
+        "bnb_config_kwargs": ((None,), "the base is assumed to be NF4, quantised twice, and stored in bf16"),
+        "peft": ((None,), "adapters are assumed to be initialised as by default"),
+        "peft_autocast_adapter_dtype": ((None, True), "adapters are assumed to be trained in fp32"),
+        "peft_layers_pattern": ((None, []), "adapters are assumed to be in every layer"),
+        "embeddings_skip_upcast": ((None, False), "embeddings are assumed to be cast as by default"),
         "eval_batch_size": ((None,), "its larger evaluation is not modelled; the estimate is of training"),
         "eval_sequence_len": ((None,), "its longer evaluation is not modelled; the estimate is of training"),
-        "experts_implementation": ((None,), "experts are taken to run as transformers runs them by default"),
-        "freeze_mm_modules": ((None, False), "the model is taken to be of text alone"),
+        "experts_implementation": ((None,), "experts are assumed to run as transformers runs them by default"),
+        "freeze_mm_modules": ((None, False), "the model is assumed to read only text"),
         "lora_embedding_kernel": ((None, False), "peft's layers are taken"),
-        "liger_rms_norm_gated": ((None, False), "norms with a gate are taken to be the model's own"),
-        "liger_use_token_scaling": ((None, False), "the loss is taken to weigh tokens alike"),
+        "liger_rms_norm_gated": ((None, False), "norms with a gate are assumed to be the model's own"),
+        "liger_use_token_scaling": ((None, False), "the loss is assumed to weigh tokens alike"),
         "plugins": ((None, []), "what plugins do that are not Axolotl's own is not known"),
     }
 )

@@ -193,7 +193,7 @@ WEIGHTS = ("quantization_config",)
 
 
 def of_reference(script: Parsed, trainers: list[ast.Call], model: ast.Call | None) -> None:
-    """A reference that is another model than the policy; DPO's is taken to be of its size and dtype."""
+    """A reference that is another model than the policy; DPO's is assumed to be of its size and dtype."""
     for call in trainers:
         given = _given(script, call, "ref_model")
         if given is None and name_of(call) in _REFERENCE_SECOND and len(call.args) > 1:

@@ -110,8 +110,8 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {
         "auto_find_batch_size": ((None, False), "the batch size is found at run time; per_device_train_batch_size is"),
         "torch_empty_cache_steps": ((None,), "the cache is emptied behind forward: less is reserved than estimated"),
-        "ddp_bucket_cap_mb": ((None, 25), "buckets are taken to be 25 MiB"),
-        "ddp_static_graph": ((None, False), "DDP is taken to have no static graph"),
+        "ddp_bucket_cap_mb": ((None, 25), "buckets are assumed to be 25 MiB"),
+        "ddp_static_graph": ((None, False), "DDP is assumed to have no static graph"),
         "bf16_full_eval": ((None, False), "evaluation outside of training casts the model, and is not modelled"),
         "fp16_full_eval": ((None, False), "evaluation outside of training casts the model, and is not modelled"),
         **dict.fromkeys(
@@ -128,7 +128,7 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         ),
         "batch_eval_metrics": ((None, False), "logits are not kept then; leave out --eval-batches"),
         "predict_with_generate": ((None, False), "evaluation generates text, whose keys and values are not counted"),
-        "eval_do_concat_batches": ((None, True), "logits are taken to be concatenated, batch by batch"),
+        "eval_do_concat_batches": ((None, True), "logits are assumed to be concatenated, batch by batch"),
     }
 )
 """Keys that are not modelled and change a detail: values that do nothing, and the assumption."""

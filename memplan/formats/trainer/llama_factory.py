@@ -107,7 +107,7 @@ _STAGES: Mapping[str, str] = MappingProxyType(
 _WITH_REFERENCE = ("sigmoid", "hinge", "ipo", "kto_pair")
 """Values of ``pref_loss`` that have one (``use_ref_model`` in ``finetuning_args.py``)."""
 _UNSAID = (
-    "must be true, or fp16 or pure_bf16: without, LLaMA-Factory loads the model in 16 bits all the same, and trains "
+    "must be true, or fp16 or pure_bf16: without, LLaMA-Factory loads the model in 16 bits anyway, and trains "
     "without autocast, which is modelled of whole models alone, whose parameters it casts to fp32"
 )
 """``infer_optim_dtype`` of ``extras/misc.py``, ``init_adapter`` of ``model/adapter.py``."""

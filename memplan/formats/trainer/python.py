@@ -386,7 +386,7 @@ class _Reading(Parsed):
         for call in sorted(self.calls, key=lambda call: call.lineno):
             name = name_of(call)
             if name in of_peft and "lora-rank" not in self.asked:
-                raise self.refused(f"makes a {name}: of peft's methods LoRA alone is modelled", call)
+                raise self.refused(f"makes a {name}: of peft's methods only LoRA is modelled", call)
             if _OTHER_WEIGHTS.fullmatch(name) and "quantisation" not in self.asked:
                 dequantised = self.keyword(call, "dequantize")
                 if dequantised is None or self.value(dequantised) is not True:

@@ -3,7 +3,7 @@
 A JSON or YAML mapping as ``TrainingArguments.to_dict`` writes it or the example scripts take it, or a shell script that
 starts such a script: keys of ``training_args.py`` (transformers 5.23), and those of the scripts' model and data
 arguments that are known. ``fsdp`` and ``deepspeed`` shard the model as the Trainer has Accelerate do it. How many GPUs
-there are a mapping does not say: more than one (``--gpus``) are taken to be started by a launcher, as ``ddp``.
+there are a mapping does not say: more than one (``--gpus``) are assumed to be started by a launcher, as ``ddp``.
 """
 
 from __future__ import annotations
@@ -275,8 +275,8 @@ def _tell_padding(loop: Loop, reader: Reader) -> None:
     if not (is_small or {"attention", "mbs", "padding"} & reader.context):
         reader.building.note(
             "padding",
-            "sequences are taken to be full, as packing makes them: where those of a micro-batch are padded, sdpa is "
-            "handed a mask, and each layer's attention keeps it, with repeated keys and values; --padding counts it",
+            "every sequence is assumed to be full, as after packing: if your micro-batches are padded, sdpa gets a "
+            "mask, and the attention of each layer keeps it, with repeated keys and values; add --padding to count it",
         )
 
 
@@ -416,6 +416,6 @@ def _framework(found: Started, reader: Reader, asked: Asked) -> None:
     if several:
         reader.building.note(
             "launcher-assumed",
-            "several GPUs are taken to be started by torchrun or accelerate launch, one process each (ddp); "
+            "several GPUs are assumed to be started by torchrun or accelerate launch, one process each (ddp); "
             "without a launcher the Trainer wraps the model in DataParallel, which is not modelled",
         )

@@ -274,7 +274,8 @@ def _steps(written: Node, batch: Value, processes: int, *, is_whole: bool) -> _F
 TOLD = (
     (
         "all-tokens-labelled",
-        "ms-swift makes logits of tokens with a label alone (use_logits_to_keep): every token is taken to have one",
+        "ms-swift makes logits only of tokens with a label (use_logits_to_keep): memplan assumes that every token has "
+        "one",
     ),
     (
         "dtype-of-config",

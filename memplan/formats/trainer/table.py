@@ -236,7 +236,7 @@ def _packed(reader: Reader) -> None:
     if packed is not None and (strategy is None or str(strategy.value).startswith("bfd")):
         flat = packed
     if packed is not None:
-        reader.building.note("packed-rows", "packing fills rows up to the sequence length: each is taken to be full")
+        reader.building.note("packed-rows", "packing fills rows up to the sequence length: each is assumed to be full")
     if flat is None:
         return
     kernel = arguments.node("attn_implementation")

@@ -212,7 +212,7 @@ def _no_last_logits(reader: Reader) -> None:
     """``DPOTrainer`` of 0.13 to 0.28 then asks for logits from the first completion on alone."""
     for key in ("use_logits_to_keep", "use_num_logits_to_keep"):
         if (node := reader.settings.on(key)) is not None:
-            raise node.wrong(key, "must be false: logits of completions alone are not modelled in DPO")
+            raise node.wrong(key, "must be false: logits of only the completions are not modelled in DPO")
 
 
 _NO_LIGER = Row("use_liger_kernel", "", older=("use_liger_loss",), read=_no_liger)

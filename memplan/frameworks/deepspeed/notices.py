@@ -216,8 +216,8 @@ def notices(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]
     if forces_reentrance(plan):
         yield Notice(
             "checkpoints-when-sharded",
-            "trl makes checkpoints reentrant (use_reentrant: true) with adapters under ZeRO-3: they are taken to hold "
-            "what others hold",
+            "trl makes checkpoints reentrant (use_reentrant: true) with adapters under ZeRO-3; memplan assumes that "
+            "they hold as much as others do",
         )
 
 

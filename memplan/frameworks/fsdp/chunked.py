@@ -58,7 +58,7 @@ def check(plan: ResolvedPlan) -> None:
     if given.code != "torchtitan":
         raise plan.wrong(
             "loss.kind",
-            "must be another with transformers' code: torchtitan alone has a loss that gathers its head by itself",
+            "must be another with transformers' code: only torchtitan has a loss that gathers its head by itself",
         )
     for path, kept in (
         ("fsdp.ends_apart", True),

@@ -59,7 +59,7 @@ def check(plan: ResolvedPlan, *, keep_head: bool) -> None:
     if not given.float8_all_gather:
         return
     problems = {
-        "with tensorwise scaling alone: torchao gathers no other": recipe != "tensorwise",
+        "with tensorwise scaling only: torchao gathers no other": recipe != "tensorwise",
         "left out with fsdp.offload: that combination is not modelled": given.offload,
         "left out with pipeline stages: that combination is not modelled": plan.layout.pp > 1,
     }
@@ -81,7 +81,7 @@ def _check_recipe(plan: ResolvedPlan, recipe: str, *, keep_head: bool) -> None:
     if not titan.linears:
         raise plan.wrong(
             "precision.fp8",
-            f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts alone, and "
+            f"must be left out with torchtitan's {titan.name}: float8 is modelled in layers without experts, and "
             "with them by rows in the newest ones of Qwen 3 and DeepSeek V3 (--fsdp-newest)",
         )
     gpu = GPUS.get(plan.hardware.gpu or "")

@@ -186,7 +186,7 @@ class Fsdp(Framework):
         if plan.fsdp.version == "2":
             _check_version_2(plan)
         elif plan.loss.kind == "chunked":
-            raise plan.wrong("loss.kind", "must be another under FSDP1: torchtitan alone has chunks, and FSDP2")
+            raise plan.wrong("loss.kind", "must be another under FSDP1: only torchtitan has chunks, under FSDP2")
         if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":
             raise plan.wrong("loss.kind", "must be plain with tp 1: the vocabulary is not sharded")
 

@@ -104,7 +104,7 @@ EXPERT_GROUPS = (
 )
 
 PLACES_IN_FLIGHT = (
-    "in pipeline stages every pass in flight has indices of its own; those that stay with a layer are counted besides, "
+    "in pipeline stages every pass in flight has indices of its own; those that stay with a layer are counted as well, "
     "though they are the last pass's"
 )
 
@@ -244,9 +244,10 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice
     if plan.fsdp.newest and not newest(plan):
         yield Notice(
             "newest-not-known",
-            "layers are those of torchtitan before August 2026 all the same: of the newest, those of Llama, Qwen 3 and "
-            "DeepSeek V3 are known, in bf16, float8 by rows, MXFP8 or NVFP4, without tensor parallelism and "
-            "torch.compile, with --ends-apart, and with no more shards than experts unless ranks share these (--ep)",
+            "this estimate has torchtitan's layers of before August 2026, although --fsdp-newest asks for newer ones: "
+            "of the newest, those of Llama, Qwen 3 and DeepSeek V3 are known, in bf16, float8 by rows, MXFP8 or NVFP4, "
+            "without tensor parallelism and torch.compile, with --ends-apart, and with no more shards than experts "
+            "unless ranks share these (--ep)",
         )
     yield from _padded_experts(plan, programs)
     if told := titan_low.parts_without_layer(plan):
@@ -292,7 +293,7 @@ def _padded_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator
     yield Notice(
         "experts-padded",
         f"fully_shard cuts weights along dimension 0, where layers have {experts} experts: {shards} shards get {each} "
-        f"each, {shards - -(-experts // each)} of them none, and gathers are padded to {each * shards} experts; "
+        f"each, {shards - -(-experts // each)} of them get none, and gathers are padded to {each * shards} experts; "
         f"--fsdp-replicas {plan.fsdp.replicas * fewer} cuts them into {shards // fewer}, without padding",
     )
 

@@ -30,7 +30,7 @@ class FsdpRunning(FrameworkRunning):
 
     def check(self, plan: ResolvedPlan) -> None:
         plan.refuse(
-            ("fsdp.version", plan.fsdp.version == "1", "must be 2: FSDP1 is modelled in estimates alone"),
+            ("fsdp.version", plan.fsdp.version == "1", "must be 2: only memplan estimate models FSDP1"),
             (
                 "fsdp.ends_apart",
                 plan.fsdp.ends_apart and plan.fsdp.code == "transformers",

@@ -90,7 +90,7 @@ def check(plan: ResolvedPlan) -> None:
         raise plan.wrong("hardware.gpu", f"must be of Blackwell or later for {field} {recipe}: torchtitan asks for it")
     plan.refuse(
         ("fsdp.compile", given.compile, f"must be false with {recipe}: no such layers were learnt (--no-compile)"),
-        ("layout.tp", plan.layout.tp > 1, f"must be 1 with {recipe}: layers in parts are modelled in bf16 alone"),
+        ("layout.tp", plan.layout.tp > 1, f"must be 1 with {recipe}: layers in parts are modelled only in bf16"),
         (
             field,
             not newest(plan),
@@ -151,7 +151,7 @@ def _converted_router(plan: ResolvedPlan, name: str) -> PlanError:
     else:
         field, flag, verb = "fsdp.filter_fqns", "--filter-fqns", "have a part of"
         instead = [*names.parts, "router.gate"]
-    problem = f"{name}: the router is modelled in fp32 alone ({flag} {','.join(instead)})"
+    problem = f"{name}: the router is modelled only in fp32 ({flag} {','.join(instead)})"
     if plan.at(field) is not None:
         return plan.wrong(field, f"must {verb} {problem}")
     return plan.wrong("precision.fp4" if low.fp4 else "precision.fp8", f"needs {field}, which must {verb} {problem}")

@@ -298,7 +298,10 @@ def _waited(embedding: Module) -> Tape:
     return (Drop(LEFT, held.bytes, held.category),)
 
 
-CONTEXT = "the newest layers alone are with it (Llama, Qwen 3, DeepSeek V3: --fsdp-newest, without tp, compiled layers)"
+CONTEXT = (
+    "only the newest layers are modelled with it (Llama, Qwen 3, DeepSeek V3: --fsdp-newest, without tp, compiled "
+    "layers)"
+)
 
 
 def check(plan: ResolvedPlan) -> None:
@@ -405,7 +408,7 @@ def _check_compiled(plan: ResolvedPlan, titan: Titan) -> None:
         (
             "fsdp.compile",
             not titan.compiles,
-            f"must be false with torchtitan's {titan.name}: of its models Llama's layers alone were learnt compiled "
+            f"must be false with torchtitan's {titan.name}: of its models only Llama's layers were learnt compiled "
             "(--no-compile)",
         ),
         (

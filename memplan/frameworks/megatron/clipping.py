@@ -3,7 +3,7 @@
 
 Where a head's largest score of an iteration is above a threshold, rows of its layer's projections are made smaller: in
 place, then once more put together in a copy, which is written over the weight; first of the main parameter, then of the
-parameter. That is taken to happen. With the distributed optimizer a main parameter is a flat shard, which has no such
+parameter. That is assumed to happen. With the distributed optimizer a main parameter is a flat shard, which has no such
 rows: there Megatron stops at the first clip, so that nothing of it is counted.
 
 Weights in 8 and 4 bits are made anew of main parameters, in the step: Transformer Engine's

@@ -196,7 +196,7 @@ def check_low_output(plan: ResolvedPlan) -> None:
         "must be false with megatron.defer_embedding_wgrad, as in Megatron-Core": megatron.defer_embedding_wgrad,
         "must be false with megatron.logits_dtype, as in Megatron-Core": megatron.logits_dtype is not None,
         "must be false with megatron.detaches_heads, as in Megatron-Core": megatron.detaches_heads,
-        f"must be false with {model.family}: GPT's model alone has it": bool(model.layer_pattern)
+        f"must be false with {model.family}: only GPT's model has it": bool(model.layer_pattern)
         or model.family in ("bert", "t5"),
         "must be false with megatron.precision_of: that combination is not modelled yet": (
             megatron.precision_of is not None

@@ -131,8 +131,8 @@ def check_grouped_tensor(plan: ResolvedPlan) -> None:
     gpu = GPUS[plan.hardware.gpu].compute_capability if plan.hardware.gpu is not None else None
     if given.rank_capacity is not None:
         beside = {
-            "with experts.grouped_tensor or megatron.fuses_operations alone": not counts_on_device(plan),
-            "with the flex dispatcher over HybridEP alone": given.dispatcher != "flex"
+            "only with experts.grouped_tensor or megatron.fuses_operations": not counts_on_device(plan),
+            "only with the flex dispatcher over HybridEP": given.dispatcher != "flex"
             or given.flex_backend != "hybridep",
             "without a capacity of each expert": given.capacity_factor is not None,
             "without ranks that divide experts (etp 1)": (plan.layout.etp or plan.layout.tp) > 1,
@@ -410,7 +410,7 @@ def _check_modules(plan: ResolvedPlan, modules: Sequence[str]) -> None:
         and not router
         and plan.megatron.cuda_graphs != "local",
         "must have moe and moe_router with experts only": not model.experts and ("moe" in modules or router),
-        "must have mlp with dense layers only, of which there is none": "mlp" in modules
+        "must not have mlp: the model has no dense layer": "mlp" in modules
         and model.experts > 0
         and not model.layer_pattern
         and all(map(model.has_experts, range(model.layers))),

@@ -160,7 +160,7 @@ def _without_experts(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterato
         yield Notice(
             "no-layer-with-experts",
             f"none of the {model.layers} layers of {model.name} has experts, since its dense ones come first: ep, "
-            "dispatcher and imbalance change nothing; more --layers, or fewer --dense-layers, bring experts in",
+            "dispatcher and imbalance change nothing; raise --layers or lower --dense-layers to have experts",
         )
     if plan.experts.shared_expert_overlap and not model.shared_expert_ffn:
         yield Notice(
@@ -210,7 +210,8 @@ def _offloaded_for_nothing(plan: ResolvedPlan, programs: Sequence[Program]) -> I
         which = "latent attention's norm" if none == ["attn_norm"] else "experts"
         yield Notice(
             "offload-without-gain",
-            f"nothing goes to the host of {', '.join(none)} (offload_modules): no layer has it; {which} would",
+            f"offload_modules names {', '.join(none)}, which no layer has, so it moves nothing to the host; {which} "
+            "would",
         )
 
 
@@ -285,16 +286,16 @@ def _low_precision(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[
     copies = max(sum(_weight_copies(program)) for program in programs)
     kept = (
         f"weights stay in {given.dtype} and have quantised copies beside them, {size(copies)} on the fullest stage "
-        "(--fp8-parameters stores weights in it alone)"
+        "(--fp8-parameters stores weights only in it)"
     )
-    stored = "weights of these layers are stored in it alone, in every orientation that products read"
+    stored = "weights of these layers are stored only in it, in every orientation that products read"
     attention = "" if plan.megatron.fp8_attention else "attention's saved tensors, "
     output = "" if plan.megatron.fp8_output else ", output layer"
     yield Notice(
         "low-precision",
-        f"{given.low} is of linear layers' products and of the inputs that they save: "
-        f"{stored if given.fp8_parameters else kept}; as large as without it are gradients, main parameters, optimizer "
-        f"states, hidden states and outputs of products, {attention}embedding{output} and logits",
+        f"{given.low} covers only linear layers' products and the inputs that they save: "
+        f"{stored if given.fp8_parameters else kept}; gradients, main parameters, optimizer states, hidden states and "
+        f"outputs of products, {attention}embedding{output} and logits are as large as without it",
     )
 
 

@@ -123,7 +123,7 @@ def megatron_core(plan: ResolvedPlan) -> MegatronCore:
         (
             "megatron.buckets",
             given.megatron.buckets is not None,
-            "must be left out: say megatron.bucket_size, of which a run has as many as it needs",
+            "must be left out: give megatron.bucket_size instead",
         ),
         ("megatron.cuda_graphs", given.megatron.cuda_graphs != "none", "must be none: graphs are not run yet"),
         ("megatron.fsdp", given.megatron.fsdp != "none", "must be none: Megatron-FSDP is not run yet"),

@@ -53,8 +53,8 @@ def _selective(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Noti
     if plan.recompute.mode == "selective":
         yield Notice(
             "selective-elsewhere",
-            "BigScience's Megatron-DeepSpeed recomputes whole layers alone: what is counted of selective recompute is "
-            "that of Korthikanti et al. (arXiv 2205.05198)",
+            "BigScience's Megatron-DeepSpeed can recompute only whole layers: memplan counts the selective recompute "
+            "of Korthikanti et al. (arXiv 2205.05198) instead",
         )
 
 

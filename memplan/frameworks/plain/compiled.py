@@ -66,7 +66,7 @@ def check(plan: ResolvedPlan) -> None:
         (
             precision.autocast and spec.norm != "rmsnorm",
             "precision.autocast",
-            "must be false with torch.compile and layer norms, which autocast runs in fp32 on GPUs alone: not modelled",
+            "must be false with torch.compile and layer norms, which autocast runs in fp32 only on GPUs: not modelled",
         ),
         (
             trainer.evaluation_batches is not None or (trainer.evaluation_mbs or 0) > plan.batch.mbs,

@@ -279,7 +279,7 @@ def uncovered(shape: CoreShape) -> Iterator[str]:
     """What the recipe does not cover of models that have such layers."""
     spec = shape.spec
     others = {
-        "local layers: Megatron-Core has them of Transformer Engine alone": shape.implementation == "local",
+        "local layers: Megatron-Core has them only with Transformer Engine": shape.implementation == "local",
         f"{spec.activation}: Megatron-Core's convolution stops at all but silu (swiglu)": spec.activation != "swiglu",
         "latent attention in the others": spec.latent_kv_rank > 0,
         "packed sequences": shape.packed > 0,

@@ -116,8 +116,9 @@ def suggestion_page(
     shown: list[Markup] = [tag("h1", found.base.model.name), tag("div", first, class_="verdict")]
     if layouts:
         data["front"] = {"points": [_point(at, kind, one, found) for at, (kind, one, _) in enumerate(layouts)]}
-        shown.append(_front(layouts, found))
     shown += [tag("div", *rest[:assumed], class_="report")]
+    if layouts:
+        shown.append(_front(layouts, found))
     if stated is not None:
         title = "The recommended layout" if found.best else "The closest layout"
         shown += [
@@ -158,9 +159,9 @@ def _front(layouts: Sequence[Layout], found: Found) -> Markup:
         "Memory against time",
         tag(
             "p",
-            "Each point is a layout; a click opens it below. Tensors: the sum of those alive at the peak of the "
-            "fullest stage, to the byte. Device: with the allocator's blocks and cache, the CUDA context and NCCL, as "
-            "nvidia-smi shows it; this must fit.",
+            "Each point is a layout; a click opens it below. Tensors: the bytes of all tensors that are alive at "
+            "the peak of the fullest stage. Device: tensors with the allocator's blocks and cache, the CUDA context "
+            "and NCCL, as nvidia-smi shows it; this must fit.",
             class_="faint",
         ),
         tag("div", id="front", class_="chart"),

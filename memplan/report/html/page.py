@@ -89,7 +89,10 @@ def _styled(part: Text) -> Markup:
 
 def _table(part: Table) -> Markup:
     columns = [column for column in part.columns if column.header or any(column.cells)]
-    kinds = ["figure" if column.justify == "right" else None if column.no_wrap else "wraps" for column in columns]
+    kinds = [
+        "figure" if column.justify == "right" else None if column.no_wrap else "wraps" if column.header else "mark"
+        for column in columns
+    ]
     cells = zip(*(list(column.cells) for column in columns), strict=True)
     rows: list[list[Child]] = [[cell(one) for one in row] for row in cells]
     head: list[Child] = [cell(column.header) for column in columns] if part.show_header else []

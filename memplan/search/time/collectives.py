@@ -68,7 +68,7 @@ reduce-scatters of H100s reach 360, 345, 320, 300, 280 and 260 GB/s through 4, 8
 (https://github.com/awslabs/awsome-distributed-ai/tree/main/micro-benchmarks/expert-parallelism)."""
 
 ALL_TO_ALL = 154e-6
-"""Seconds that NCCL's takes between nodes besides its bytes: 8 MiB of 64 H800, whose adapters are taken to be of 400
+"""Seconds that NCCL's takes between nodes besides its bytes: 8 MiB of 64 H800, whose adapters are assumed to be of 400
 Gb/s, take 338 and 296 microseconds (https://github.com/NVIDIA/nccl/issues/1531)."""
 
 

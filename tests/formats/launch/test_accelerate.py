@@ -163,7 +163,7 @@ def test_batches_that_a_collator_may_pad_are_told(engine: dict[str, Any], tmp_pa
         place = str(tmp_path / "it.json")
         given = {"gpus": "4", **flags}
         notes = read_given(place, flags_of_launch(place, None), given).warnings
-        return any("sequences are taken to be full" in note.message for note in notes)
+        return any("every sequence is assumed to be full" in note.message for note in notes)
 
     assert told({})
     assert not told({}, per_device_train_batch_size=1)

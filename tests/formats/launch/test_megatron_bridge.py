@@ -264,7 +264,7 @@ def test_what_has_no_argument_is_told(tmp_path: Path) -> None:
         ),
         (
             {**RUN, "peft": {"target_modules": ["linear_q"]}},
-            "peft.target_modules = [linear_q]: must not name linear_q: CanonicalLoRA alone has it",
+            "peft.target_modules = [linear_q]: must not name linear_q: only CanonicalLoRA has it",
         ),
         ({**RUN, "peft": {"a2a_experimental": True}}, "peft.a2a_experimental = true: must be false: another is not"),
         ({**RUN, "peft": {"dimm": 8}}, "peft.dimm: is no field of LoRA"),

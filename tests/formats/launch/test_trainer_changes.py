@@ -455,7 +455,7 @@ def test_a_script_of_many_functions_is_walked_once() -> None:
 
 @pytest.mark.parametrize("flag", ["--config_file", "--mixed_precision", "--use_fsdp", "--zero_stage"])
 def test_flags_of_a_launcher_that_are_not_known_are_asked_for(flag: str, tmp_path: Path) -> None:
-    """Without them the job was taken to be DDP in fp32; those without effect may be what they are."""
+    """Without them the job was assumed to be DDP in fp32; those without effect may be what they are."""
     command = (
         "P=$(cat file)\naccelerate launch {} $P --main_process_port $P --fsdp_state_dict_type $P --num_processes 1"
     )

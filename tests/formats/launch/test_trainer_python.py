@@ -285,7 +285,7 @@ def test_what_only_the_running_script_knows_is_asked_for_at_once() -> None:
         ("import sentence_transformers\nSFTConfig()", "is of sentence_transformers: its losses of pairs"),
         (
             "from peft import IA3Config\nSFTConfig()\nIA3Config()",
-            "train.py:3: makes a IA3Config: of peft's methods LoRA alone is modelled",
+            "train.py:3: makes a IA3Config: of peft's methods only LoRA is modelled",
         ),
         (
             "SFTConfig()\nHqqConfig(nbits=4)",

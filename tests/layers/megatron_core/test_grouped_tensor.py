@@ -74,7 +74,7 @@ def test_a_budget_is_what_the_buffers_have() -> None:
     [
         (
             {"moe-expert-rank-capacity-factor": "2"},
-            "rank_capacity = 2.0: must be left out: it is modelled with experts.gr",
+            "rank_capacity = 2.0: must be left out: it is modelled only with experts.gr",
         ),
         ({"moe-use-grouped-tensor": "true", "te-version": "2.18"}, "must be false before Transformer Engine 2.19"),
         ({"moe-use-grouped-tensor": "true", "gpu": "a100-80gb"}, "must be false below compute capability 9.0"),
@@ -82,7 +82,7 @@ def test_a_budget_is_what_the_buffers_have() -> None:
         ({"moe-use-grouped-tensor": "true", "moe-grouped-gemm": "false"}, "must be false without experts.grouped_gemm"),
         (
             {"moe-use-grouped-tensor": "true", "moe-expert-rank-capacity-factor": "2", "moe-dispatcher": "alltoall"},
-            "with the flex dispatcher over HybridEP alone",
+            "only with the flex dispatcher over HybridEP",
         ),
     ],
 )
