@@ -32,6 +32,7 @@ OLMOE = replace(
         refused={**NO_ROUTER_LOSS, "clip_qkv": None},
     ),
     covers={**reads(MIXTURE, "qk_norm_over"), "qk_norm": (True,), "qk_norm_over": ("heads",), "dense_layers": ((),)},
+    kernels=(),
     projecting=NORMED_FIRST,
     linear_layers=MIXTRAL.linear_layers,
     registered=MIXTRAL.registered,

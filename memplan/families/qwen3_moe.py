@@ -41,6 +41,7 @@ QWEN3_MOE = replace(
         refused={**NO_ROUTER_LOSS, "use_sliding_window": False},
     ),
     covers=MIXTURE,
+    kernels=("liger",),
     mixture=mixture,
     registered=(*ATTENTION, "experts", "router", "gate", "up", "down", "attention_norm", "mlp_norm"),
     since=(4, 51),

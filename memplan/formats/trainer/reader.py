@@ -35,7 +35,7 @@ from .keys import LOADED_BY, NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
-from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
+from .table import OPTIMIZER, PRECISION, ROWS, as_taken, autocast, loaded_in, plain
 from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys, of_release
 
 
@@ -95,6 +95,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     _refuse(written)
     written = of_release(written, asked)
     written = as_loaded(written, loop, asked) if dialect is None else written
+    written = as_taken(written, asked.flags.get("model"))
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
     unread = tuple(_unread(written, found, dialect, strict=asked.strict)) if loop.name in TRAINING_LOOPS else ()
