@@ -15,7 +15,7 @@ from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS, trainer_names
 from memplan.plan import implied
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import Kind, by_flag, plan_fields
-from memplan.plan.library import hub_ids, model_specs
+from memplan.plan.library import hub_ids, model_specs, nicknames
 from memplan.plan.near_misses import MEANT, SAME
 from memplan.plan.notes import FRAMEWORK_CHOSEN
 from memplan.plan.plan import Plan
@@ -153,6 +153,64 @@ def test_case_and_hyphens_of_a_choice_do_not_matter(field: Any, data: st.DataObj
 )
 def test_models(written: str, name: str) -> None:
     assert plan(model=written).model.name == name
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "billions"),
+    [
+        ("deepseek-r1:1.5b", "deepseek-r1-qwen-1.5b", 1.78),
+        ("deepseek-r1:7b", "qwen2.5-7b", 7.62),
+        ("deepseek-r1:14b", "qwen2.5-14b", 14.8),
+        ("deepseek-r1:32b", "qwen2.5-32b", 32.8),
+        ("deepseek-r1:70b", "llama-3.3-70b", 70.6),
+        ("deepseek-r1:671b", "deepseek-v3", 671),
+        ("deepseek-v2:16b", "deepseek-v2-lite", 15.7),
+        ("r1 distill llama 70b", "llama-3.3-70b", 70.6),
+        ("llama3.1 70b instruct", "llama-3.1-70b", 70.6),
+        ("llama4:16x17b", "llama-4-scout", 108),
+        ("llama3.3:latest", "llama-3.3-70b", 70.6),
+        ("qwen 3 30b a3b", "qwen3-30b-a3b", 30.5),
+        ("gpt oss 120b", "gpt-oss-120b", 117),
+        ("mistral nemo", "mistral-nemo-12b", 12.2),
+        ("mistral-small3.2:24b", "mistral-small-3.1-24b", 23.6),
+        ("phi3:14b", "phi-3-medium", 14.0),
+        ("phi3.5:3.8b", "phi-3.5-mini", 3.82),
+        ("starcoder:7b", "starcoderbase-7b", 7.3),
+        ("granite4:micro", "granite-4.0-micro", 3.4),
+    ],
+)
+def test_names_of_ollama_and_nicknames(written: str, name: str, billions: float) -> None:
+    """As many parameters as Ollama's library or the model's card names."""
+    from memplan.plan.count import parameters
+
+    spec = plan(model=written).model
+    assert spec.name == name
+    assert parameters(spec) == pytest.approx(billions * 1e9, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("deepseek-r1:8b", "could be qwen3-8b or llama-3.1-8b; name one|could be llama-3.1-8b or qwen3-8b; name one"),
+        ("mistral", "name one"),
+        ("gemma3n:e4b", "layers that share keys and values"),
+        ("exaone-deep:32b", "whose code came with its weights"),
+        ("mlx-community/DeepSeek-R1-Distill-Qwen-7B-4bit", "in 16 bits it is qwen2.5-7b"),
+        ("RedHatAI/Llama-3.3-70B-Instruct-quantized.w4a16", "in 16 bits it is llama-3.3-70b"),
+        ("nvidia/DeepSeek-R1-FP4", "in 16 bits it is deepseek-v3"),
+        ("opt 175b", "neither a built-in model"),
+        ("qwen1.5-72b", "neither a built-in model"),
+    ],
+)
+def test_a_name_that_is_no_models_is_not_taken_for_another(written: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan(model=written)
+
+
+def test_nicknames_are_no_models_or_repositories() -> None:
+    """Which they would hide."""
+    known = {one.lower() for name, ids in hub_ids().items() for one in (name, *ids)}
+    assert not known & {one for also in nicknames().values() for one in also}
 
 
 def test_a_repository_belongs_to_one_model() -> None:
