@@ -230,7 +230,7 @@ def test_the_fields_that_there_are_stand_once() -> None:
         ({"model": "lama-3-8b"}, "--model: model = lama-3-8b: is neither a built-in model"),
         (
             {"model": "deepseek-v2-lite-16b"},
-            "--model: model = deepseek-v2-lite-16b: is not a built-in model; the built-in one of that size is deepseek-v2-",
+            "--model: model = deepseek-v2-lite-16b: is not a built-in model; the built-in one of that size is deepseek",
         ),
         ({"model": "deepseek-v3-16b"}, "--model: model = deepseek-v3-16b: is neither a built-in model"),
         ({"model": "gpt2", "tp": "x"}, "--tp: layout.tp = x: must be a whole number"),
