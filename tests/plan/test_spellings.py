@@ -16,7 +16,7 @@ from memplan.plan import implied
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import Kind, by_flag, plan_fields
 from memplan.plan.library import hub_ids, model_specs, nicknames
-from memplan.plan.near_misses import MEANT, SAME
+from memplan.plan.near_misses import MEANT, SAME, likely
 from memplan.plan.notes import FRAMEWORK_CHOSEN
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan, read_plan
@@ -352,6 +352,8 @@ def test_an_architecture_without_a_recipe_shows_no_sizes_of_a_stand_in(
         assert "under others this architecture has no recipe" in capsys.readouterr().err
 
 
+LONG, PARALLEL = ("tensor", "pipeline", "context", "expert"), ("--tp", "--pp", "--cp", "--ep")
+
 # -- flags and sizes ---------------------------------------------------------------------------------------
 
 
@@ -364,6 +366,38 @@ def test_flags_that_other_tools_have_point_to_flags_here() -> None:
     assert not MEANT.keys() & SAME.keys()
     read_as = {flag.partition("=")[0] for flag in SAME.values()}
     assert read_as <= own | {f"--no-{flag[2:]}" for flag in own}
+
+
+@pytest.mark.parametrize(
+    ("written", "flag"),
+    [
+        *((f"--{long}-parallel-degree", flag) for long, flag in zip(LONG, PARALLEL, strict=True)),
+        *((f"--{long}-model-parallel-size", flag) for long, flag in zip(LONG[:2], PARALLEL[:2], strict=True)),
+        ("--virtual-pipeline-model-parallel-size", "--vpp"),
+        ("--r", "--lora-rank"),
+        ("--per-device-train-batch-size", "--mbs"),
+    ],
+)
+def test_flags_of_megatron_torchtitan_and_peft(written: str, flag: str) -> None:
+    """torchtitan's ``parallelism`` calls sizes degrees (``config/configs.py``)."""
+    assert SAME[written] == flag
+
+
+@pytest.mark.parametrize(
+    ("written", "flags"),
+    [
+        ("--adamw", "--optimizer adamw"),
+        ("--distributed", "--framework"),
+        ("--ac", "--recompute full"),
+        ("--zero3", "--zero 3"),
+        ("--bs", "--mbs"),
+        ("--ctx", "--seq"),
+        ("--4bit", "--quantisation nf4"),
+        ("--bf16", "--dtype bf16"),
+    ],
+)
+def test_words_that_people_type_name_a_flag(written: str, flags: str) -> None:
+    assert likely(written, ()) == flags
 
 
 @given(st.integers(1, 2**20 - 1))
