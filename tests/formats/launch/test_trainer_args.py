@@ -143,6 +143,13 @@ def test_what_is_assumed_is_said(arguments: dict[str, object], code: str, tmp_pa
     assert code in {note.code for note in launch(tmp_path, arguments, model="gpt2").notes}
 
 
+@pytest.mark.parametrize("key", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpoints_turn_the_cache_off(key: str, tmp_path: Path) -> None:
+    """``GradientCheckpointingLayer.__call__`` sets ``use_cache`` of what it hands on to false."""
+    told = {note.code for note in launch(tmp_path, {"use_cache": True, key: True}, model="gpt2").notes}
+    assert "argument-not-modelled" not in told
+
+
 def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> None:
     """``liger_kernel_config``: keywords of ``apply_liger_kernel``, all others as Liger has them."""
     config = {"swiglu": False, "fused_linear_cross_entropy": False, "cross_entropy": True}
