@@ -177,6 +177,8 @@ def test_models(written: str, name: str) -> None:
         ("phi3.5:3.8b", "phi-3.5-mini", 3.82),
         ("starcoder:7b", "starcoderbase-7b", 7.3),
         ("granite4:micro", "granite-4.0-micro", 3.4),
+        ("qwen3:4b-instruct-2507", "qwen3-4b-2507", 4.02),
+        ("qwen3-coder:30b", "qwen3-coder-30b-a3b", 30.5),
     ],
 )
 def test_names_of_ollama_and_nicknames(written: str, name: str, billions: float) -> None:
@@ -205,6 +207,25 @@ def test_names_of_ollama_and_nicknames(written: str, name: str, billions: float)
 def test_a_name_that_is_no_models_is_not_taken_for_another(written: str, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         plan(model=written)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3-4B-Instruct-2507",
+        "Qwen3-30B-A3B-Thinking-2507",
+        "Qwen3-235B-A22B-Instruct-2507",
+        "Qwen3-Coder-30B-A3B-Instruct",
+    ],
+)
+def test_releases_of_july_2025_reach_further(name: str) -> None:
+    """Their cards: 262,144 tokens natively, and the sizes of those of April, whose limit is 40,960."""
+    from memplan.plan.count import parameters
+
+    later = plan(model=f"Qwen/{name}").model
+    before = plan(model=later.name.removesuffix("-2507").replace("coder-", "")).model
+    assert (later.positions_max, before.positions_max) == (262_144, 40_960)
+    assert parameters(later) == parameters(before)
 
 
 def test_nicknames_are_no_models_or_repositories() -> None:
