@@ -67,9 +67,8 @@ class Config:
 
 
 NO_BIASES: Mapping[str, Scalar] = dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias"), False)
-NO_ROUTER_LOSS: Mapping[str, Scalar] = {"output_router_logits": False}
-"""Refused where the model would add the routers' loss to its own (``load_balancing_loss_func``), which keeps scores of
-all layers."""
+ROUTER_LOSS: Mapping[str, Key] = {"router_loss": key("output_router_logits", default=False)}
+"""Of families whose class can add the routers' loss to its own (``load_balancing_loss_func``)."""
 PLAIN_ROTARY: Mapping[str, Scalar] = {"rope_scaling": None, "rope_parameters.rope_type": "default"}
 """Refused where a family's rotary positions are modelled without scaling."""
 

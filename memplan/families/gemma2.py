@@ -25,12 +25,14 @@ def normed(r: Recorder, x: Tensor, name: str) -> Tensor:
 
 
 def gemma_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
-    """``Gemma2RMSNorm.forward``: multiplied by ``1 + weight`` in fp32, then cast."""
+    """``Gemma2RMSNorm.forward``: multiplied by ``1 + weight`` in fp32, then cast; or a kernel."""
 
     def one_plus(weight: Tensor) -> Tensor:
         return ops.add_constant(r, ops.cast(r, weight, "fp32", f"{name}_weight_fp32"), f"{name}_scale")
 
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
+    if r.kernels is not None and r.kernels.norm is not None:
+        return r.kernels.norm(r, x, weight, name, in_place=False)
     output = normed(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name)
     output = ops.multiply(r, output, one_plus(weight), f"{name}_scaled")
     return ops.cast(r, output, x.dtype, name)
@@ -113,6 +115,7 @@ GEMMA2 = replace(
         "alternating_windows": (True,),
         "embedding_scale": (True,),
     },
+    kernels=("liger",),
     layer=gemma2_layer,
     embedding=gemma2_embedding,
     norm=gemma_norm,

@@ -11,7 +11,7 @@ from ..layers.huggingface import LayerShape, Shared, eager_rms_norm, rotary_of_h
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from ..values import replace
-from .base import NO_ROUTER_LOSS, Config, key
+from .base import ROUTER_LOSS, Config, key
 from .gemma2 import of_both_kinds
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, feed_forward, llama_attention
 from .mixtral import MIXTRAL, NO_LEAF
@@ -95,6 +95,7 @@ GPT_OSS = replace(
             "activation_clamp": key("swiglu_limit", default=7.0),
             "yarn_factor": key("rope_parameters.factor", "rope_scaling.factor", default=32.0),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
+            **ROUTER_LOSS,
         },
         constants={
             **CONSTANTS,
@@ -103,7 +104,7 @@ GPT_OSS = replace(
             "alternating_windows": True,
             "attention_sinks": True,
         },
-        refused={**NO_ROUTER_LOSS, "hidden_act": "silu"},
+        refused={"hidden_act": "silu"},
         published_in=("mxfp4",),
     ),
     covers={

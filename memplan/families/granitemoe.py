@@ -10,7 +10,7 @@ from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE
 from ..plan.spec import ModelSpec
 from ..values import replace
-from .base import NO_ROUTER_LOSS, Config, key
+from .base import ROUTER_LOSS, Config, key
 from .granite import NO_MEGATRON_CORE, SCALES
 from .llama import CONSTANTS, KEYS, SILU
 from .mixtral import MIXTRAL, NO_LEAF
@@ -41,11 +41,11 @@ GRANITE_MOE = replace(
             "expert_top_k": key("num_experts_per_tok", default=2),
             "expert_ffn": key("intermediate_size"),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
+            **ROUTER_LOSS,
         },
         constants={**CONSTANTS, "mlp_bias": False, **SCALES},
         activation=SILU,
         activations=("silu", "swish"),
-        refused=NO_ROUTER_LOSS,
     ),
     covers={
         **reads(MIXTURE, *SCALES),

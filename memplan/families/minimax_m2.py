@@ -10,7 +10,7 @@ from ..layers.coverage import MIXTURE, reads
 from ..layers.huggingface import LayerShape
 from ..plan.spec import ModelSpec
 from ..values import replace
-from .base import NO_BIASES, NO_ROUTER_LOSS, Config, key
+from .base import NO_BIASES, ROUTER_LOSS, Config, key
 from .glm4_moe import rotary
 from .llama import CONSTANTS, KEYS_BUT_BIASES, SILU
 from .olmoe import OLMOE
@@ -49,6 +49,7 @@ MINIMAX_M2 = replace(
             "expert_top_k": key("num_experts_per_tok", default=8),
             "expert_ffn": key("intermediate_size"),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
+            **ROUTER_LOSS,
         },
         constants={
             **CONSTANTS,
@@ -60,7 +61,7 @@ MINIMAX_M2 = replace(
         },
         activation=SILU,
         activations=("silu", "swish"),
-        refused={**NO_ROUTER_LOSS, "router_jitter_noise": 0.0},
+        refused={"router_jitter_noise": 0.0},
         published_in=("fp8",),
     ),
     covers={

@@ -8,7 +8,7 @@ from ..layers.coverage import MIXTURE
 from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE, STACKED_EXPERTS
 from ..values import replace
-from .base import NO_BIASES, NO_ROUTER_LOSS, Config, key
+from .base import NO_BIASES, ROUTER_LOSS, Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU, SUBMODULES
 
 MIXTURE_SUBMODULES = {
@@ -72,11 +72,12 @@ MIXTRAL = replace(
             "expert_top_k": key("num_experts_per_tok", default=2),
             "expert_ffn": key("intermediate_size"),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
+            **ROUTER_LOSS,
         },
         constants={**CONSTANTS, **NO_BIASES},
         activation=SILU,
         activations=("silu", "swish"),
-        refused={**NO_ROUTER_LOSS, "router_jitter_noise": 0.0},
+        refused={"router_jitter_noise": 0.0},
     ),
     covers=MIXTURE,
     mixture=mixture,

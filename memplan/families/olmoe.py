@@ -6,7 +6,7 @@ from __future__ import annotations
 from ..layers.coverage import MIXTURE, reads
 from ..plan.releases import SORTED_ONCE
 from ..values import replace
-from .base import NO_ROUTER_LOSS, Config, key
+from .base import ROUTER_LOSS, Config, key
 from .llama import CONSTANTS, KEYS, NORMED_FIRST, SILU
 from .mixtral import MIXTRAL, NO_LEAF
 from .qwen3_moe import QWEN3_MOE
@@ -25,13 +25,15 @@ OLMOE = replace(
             "expert_ffn": key("intermediate_size"),
             "router_normalises": key("norm_topk_prob", default=False),
             "router_aux_loss": key("router_aux_loss_coef", default=0.01),
+            **ROUTER_LOSS,
         },
         constants={**CONSTANTS, "mlp_bias": False, "qk_norm": True, "qk_norm_over": "heads"},
         activation=SILU,
         activations=("silu", "swish"),
-        refused={**NO_ROUTER_LOSS, "clip_qkv": None},
+        refused={"clip_qkv": None},
     ),
     covers={**reads(MIXTURE, "qk_norm_over"), "qk_norm": (True,), "qk_norm_over": ("heads",), "dense_layers": ((),)},
+    kernels=(),
     projecting=NORMED_FIRST,
     linear_layers=MIXTRAL.linear_layers,
     registered=MIXTRAL.registered,

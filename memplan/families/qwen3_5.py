@@ -14,7 +14,7 @@ from ..layers.autograd import Recorder, Tensor
 from ..layers.delta_net import each_projected
 from ..layers.huggingface import LayerShape
 from ..values import replace
-from .base import NO_ROUTER_LOSS, Config, key
+from .base import ROUTER_LOSS, Config, key
 from .llama import LLAMA_FAMILY, SILU
 from .qwen3_next import (
     COVERED_MIXTURE,
@@ -104,11 +104,12 @@ QWEN3_5_MOE = replace(
             "expert_ffn": key("moe_intermediate_size", default=512),
             "shared_expert_ffn": key("shared_expert_intermediate_size", default=512),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
+            **ROUTER_LOSS,
         },
         constants={**GATED, "shared_expert_gate": True},
         activation=SILU,
         activations=("silu", "swish"),
-        refused={**SAID, **NO_ROUTER_LOSS, "norm_topk_prob": True},
+        refused={**SAID, "norm_topk_prob": True},
         model_type="qwen3_5_moe_text",
     ),
 )

@@ -8,7 +8,7 @@ from ..layers.coverage import MIXTURE
 from ..layers.huggingface import LayerShape
 from ..plan.releases import SORTED_ONCE, STACKED_EXPERTS
 from ..values import replace
-from .base import NO_ROUTER_LOSS, Config, key
+from .base import ROUTER_LOSS, Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU
 from .mixtral import MIXTURE_SUBMODULES
 
@@ -34,13 +34,15 @@ QWEN3_MOE = replace(
             "expert_ffn": key("moe_intermediate_size", default=768),
             "router_normalises": key("norm_topk_prob", default=False),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
+            **ROUTER_LOSS,
         },
         constants={**CONSTANTS, "mlp_bias": False, "qk_norm": True},
         activation=SILU,
         activations=("silu", "swish"),
-        refused={**NO_ROUTER_LOSS, "use_sliding_window": False},
+        refused={"use_sliding_window": False},
     ),
     covers=MIXTURE,
+    kernels=("liger",),
     mixture=mixture,
     registered=(*ATTENTION, "experts", "router", "gate", "up", "down", "attention_norm", "mlp_norm"),
     since=(4, 51),

@@ -15,7 +15,7 @@ from ..layers.huggingface import Heads, LayerShape, Shared, attention, linear
 from ..plan.errors import Scalar
 from ..plan.releases import LIBRARIES
 from ..values import replace
-from .base import NO_ROUTER_LOSS, Config, key
+from .base import ROUTER_LOSS, Config, key
 from .gemma2 import gemma_norm
 from .glm4_moe import rotary
 from .llama import ATTENTION, CONSTANTS, KEYS, LLAMA_FAMILY, SILU, SUBMODULES, projection, seen_as_heads
@@ -140,11 +140,11 @@ QWEN3_NEXT = replace(
             "shared_expert_ffn": key("shared_expert_intermediate_size", default=512),
             "router_normalises": key("norm_topk_prob", default=True),
             "router_aux_loss": key("router_aux_loss_coef", default=0.001),
+            **ROUTER_LOSS,
         },
         constants={**GATED, "shared_expert_gate": True},
         activation=SILU,
         activations=("silu", "swish"),
-        refused=NO_ROUTER_LOSS,
     ),
     linear_layers={
         **LLAMA_FAMILY.linear_layers,

@@ -284,6 +284,14 @@ def check_covered(spec: ModelSpec, recipes: Recipes, framework: str) -> None:
             problem = f"must be {shown} for family {spec.family} in framework {framework}"
             others = run_by(known, **{field: value})
             raise spec.wrong(field, f"{problem}; {_shown(value)} is in {others} (--framework)" if others else problem)
+    spec.refuse(
+        (
+            "router_loss",
+            recipes is TRANSFORMERS and spec.router_loss,
+            f"must be false (output_router_logits) in framework {framework}: transformers' model adds the routers' "
+            "loss to its own, which keeps scores of all layers and is not modelled; Megatron-Core does not read it",
+        )
+    )
     for field in known.needs if recipes is TRANSFORMERS else ():
         if not getattr(spec, field):
             raise spec.wrong(field, f"must be set for family {spec.family}")

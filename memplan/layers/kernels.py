@@ -20,8 +20,6 @@ from .work import Operator, Stream
 VOCAB_CHUNK = 65_536
 """Tokens of the vocabulary that one block of Unsloth's cross entropy takes (``MAX_FUSED_SIZE``)."""
 
-Norm = Callable[[Recorder, Tensor, Tensor, str], Tensor]
-"""Of hidden states (…, h) and a weight (h), under a name."""
 
 Gated = Callable[[Recorder, Tensor, Tensor], Tensor]
 """Of a gate and what it lets through."""
@@ -75,19 +73,22 @@ class RmsNorm:
     sums_frozen: bool = False
     """Liger before 0.8.5: of a frozen weight, too (``rms_norm_backward``, which had no ``needs_dw``)."""
 
-    def __call__(self, r: Recorder, x: Tensor, weight: Tensor, name: str) -> Tensor:
+    def __call__(self, r: Recorder, x: Tensor, weight: Tensor, name: str, *, in_place: bool = True) -> Tensor:
+        """Of hidden states (…, h) and a weight (h). Not ``in_place``: the gradient of the input is a tensor of its own,
+        where a residual still needs that of the output (``LigerRMSNormForGemma2``)."""
         h, dtype, trained, processors = x.shape[-1], weight.dtype, weight.node is not None, self.processors
-        sums = processors > 0 and (trained or self.sums_frozen)
+        sums, like = processors > 0 and (trained or self.sums_frozen), (x.shape, x.dtype)
         out = r.empty(x.shape, x.dtype, name)
         deviations = r.empty((prod(x.shape[:-1]),), "fp32", f"{name}_rstd")
 
         def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
             gradient = incoming(gradients)
             parts = r.empty((processors, h), "fp32", f"grad_{name}_parts") if sums else None
+            made = gradient.view(*gradient.shape) if in_place else r.empty(*like, f"grad_{name}")
             summed = r.empty((h,), "fp32", f"grad_{name}_sum") if sums and dtype != "fp32" else None
             of_weight = r.empty((h,), dtype, f"grad_{name}_weight") if sums or trained else None
             del parts, summed
-            return [gradient.view(*gradient.shape), of_weight if trained else None]
+            return [made, of_weight if trained else None]
 
         out.node = r.node((x, weight), (x, deviations), backward)
         del deviations
@@ -162,7 +163,7 @@ CROSS_ENTROPIES: dict[str, CrossEntropy] = {
 class Kernels:
     """What runs in the place of the model's own operators; ``None``: these."""
 
-    norm: Norm | None = None
+    norm: RmsNorm | None = None
     rope: Rope | None = None
     gated: Gated | None = None
     delta: bool = False

@@ -8,18 +8,20 @@ from pathlib import Path
 
 from ..values import pattern
 from .errors import Node, Origin, PlanError, is_slip, one_line, wrong_at
-from .library import hub_ids
+from .library import hub_ids, nicknames
 from .not_modelled import why_not
 from .spellings import meant
 from .text import is_folder, is_there, path_of, read_text
 
 _REPOSITORY = pattern(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
-_ENDING = pattern(r"(?i)[-_](?:hf|instruct|chat|it|base|thinking)$")
+_ENDING = pattern(r"(?i)[-_ ](?:hf|instruct|chat|it|base|thinking|qat)$")
 """What tells models of the same shape apart."""
 _PACKED = pattern(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int([48]))?$")
 """And what tells a checkpoint of quantised weights."""
-_FP8 = pattern(r"(?i)[-_]fp8(?:[-_](?:dynamic|block))?$")
-"""And of weights in 8 bits, which inference takes."""
+_FEWER_BITS = pattern(
+    r"(?i)[-_.](?:qat-)?(fp8|nvfp4|mxfp4|fp4|[2-8]bit|int[48]|awq-int4|quantized\.w[48]a[0-9]+)(?:[-_](?:dynamic|block|dwq))?$"
+)
+"""And of weights in fewer bits, which inference takes: those of MLX (``4bit``), and of vLLM (``quantized.w4a16``)."""
 _IMAGES = pattern(r"(?i)-(?:VL|Omni)(?=-)")
 """And what tells a model that reads images beside the one of text that it grew from (Qwen's)."""
 _GGUF = pattern(r"(?i)(?:[-_.](?:ud-)?(?:i?q[0-9]\w*|b?f16|f32|fp16))?[-_.]gguf$")
@@ -38,11 +40,12 @@ def twin(name: str, node: Node) -> str | None:
     A name that could be two models is refused at ``node``. A repository of an owner that is not listed is none, but for
     ``MIRRORS``: what stands in it may have other sizes.
     """
+    name = name.removesuffix(":latest")  # Ollama's
     owner, _, repository = name.partition("/")
     if owner.lower() in MIRRORS and not _PACKED.search(name):
         name = repository
     called = {
-        model: {model, *ids, *(one.rpartition("/")[2] for one in ids if "/" not in name)}
+        model: {model, *ids, *(() if "/" in name else (*nicknames().get(model, ()), *(_last(one) for one in ids)))}
         for model, ids in hub_ids().items()
     }
     found = (
@@ -55,6 +58,10 @@ def twin(name: str, node: Node) -> str | None:
     if len(found) > 1:
         raise PlanError("model", name, f"could be {' or '.join(found)}; name one", origin=node.origin)
     return found[0] if found else None
+
+
+def _last(repository: str) -> str:
+    return repository.rpartition("/")[2]
 
 
 def without_ending(name: str) -> str:
@@ -80,7 +87,8 @@ def namesakes(name: str) -> tuple[str, ...]:
     if not alike:
         return tuple(model for model in hub_ids() if is_slip(own, model))
     version = _version(own)
-    if version is None or any(f"-{version}b" in model for model in alike):  # of a size whose letter is missing
+    sizes = _HOW_LARGE.findall(own.lower())
+    if version is None or (not sizes and any(f"-{version}b" in model for model in alike)):  # a size without its letter
         return tuple(alike)
     return tuple(model for model in alike if _version(model) == version)
 
@@ -188,13 +196,14 @@ def cache_folder() -> Path:
 def refused(name: str, node: Node) -> PlanError:
     """Why the repository ``name`` is no model here, and how to have it."""
     tail = name.rpartition("/")[2]
-    similar = twin(_PACKED.sub("", _FP8.sub("", _IMAGES.sub("", tail))), node)
+    similar = twin(_PACKED.sub("", _FEWER_BITS.sub("", _IMAGES.sub("", tail))), node)
     problem = f"is no file, no built-in model, and not in the local Hugging Face cache ({cache_folder()})"
     if similar and _IMAGES.search(tail):
         images = f"reads images, which is not modelled; its text part has the sizes of {similar}: --model {similar}"
         return PlanError("model", name, images, origin=node.origin)
-    if similar and _FP8.search(tail):
-        bits = f"holds weights in fp8, on which training is not modelled; in 16 bits it is {similar}: --model {similar}"
+    if similar and (fewer := _FEWER_BITS.search(tail)) is not None and not _PACKED.search(tail):
+        bits = f"holds weights in {fewer[1].lower()}, on which training is not modelled; in 16 bits it is {similar}: "
+        bits += f"--model {similar}"
         return PlanError("model", name, bits, origin=node.origin)
     if not similar and (why := why_not(name)):
         return PlanError("model", name, why, origin=node.origin)

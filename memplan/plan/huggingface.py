@@ -367,6 +367,8 @@ def _mixture(items: dict[str, Node]) -> dict[str, Node]:
     for name in ("router_groups", "router_group_top_k", "latent_q_rank", "router_aux_loss", "expert_latent"):
         if name in items and items[name].value is None:
             found[name] = Node(0, items[name].origin)
+    if "router_loss" in items and items["router_loss"].value is None:
+        found["router_loss"] = Node(False, items["router_loss"].origin)
     method = items.pop("router_method", None)
     if method is not None and method.value != GREEDY and items["router_groups"].value in (None, 1):
         raise method.wrong("topk_method", f"needs groups of experts, n_group above 1; without groups it is {GREEDY}")
@@ -504,8 +506,8 @@ def _whole(least: int, most: int) -> _Rule:
 
 _MAY_BE_NULL = (
     "sliding_window", "kv_heads", "attention_softcap", "logit_softcap", "latent_q_rank", "router_groups",
-    "router_group_top_k", "layers", "experts", "shared_experts", "router_aux_loss", "attention_chunk",
-    "activation_clamp", "yarn_factor",
+    "router_group_top_k", "layers", "experts", "shared_experts", "router_aux_loss", "router_loss",
+    "attention_chunk", "activation_clamp", "yarn_factor",
 )  # fmt: skip
 _SIZE_RULE = _whole(1, LARGEST)
 _PROBABILITY_RULE: _Rule = (
@@ -555,7 +557,7 @@ _RULES: Mapping[str, _Rule] = {
     "router_method": (f"{GREEDY} or group_limited_greedy", lambda value: value in (GREEDY, "group_limited_greedy")),
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
-    **dict.fromkeys(("qk_norm", "router_normalises"), _SWITCH_RULE),
+    **dict.fromkeys(("qk_norm", "router_normalises", "router_loss"), _SWITCH_RULE),
 }
 
 

@@ -13,9 +13,10 @@ from ..values import NamedTuple
 
 SAVED_DTYPE = "saved_dtype"
 """The line of a spec that says in which dtype the model's checkpoint was published."""
-SPEC_REPOSITORIES = ("hub", "text_part_of")
-"""Lines of a spec that list repositories on the Hugging Face Hub: of the model, and of models that it is the text part
-of."""
+SPEC_NAMES = ("hub", "text_part_of", "also")
+"""Lines of a spec that list names: repositories on the Hugging Face Hub, of the model and of models that it is the text
+part of, and what else people call it, as Ollama's ``deepseek-r1:7b``, which is Qwen 2.5's shape. A name of two models
+stands at both, and is refused with both."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 LEARNED = _PACKAGE / "learned"
@@ -83,26 +84,31 @@ def learned_models() -> Mapping[str, LearnedModel]:
 @cache
 def hub_ids() -> Mapping[str, tuple[str, ...]]:
     """Repositories on the Hugging Face Hub that hold each built-in model, learned ones among them."""
-    of_specs = {name: hub + parts for name, (hub, parts) in _of_specs().items()}
+    of_specs = {name: hub + parts for name, (hub, parts, _) in _of_specs().items()}
     return MappingProxyType({**of_specs, **{name: one.hub for name, one in learned_models().items()}})
 
 
 @cache
 def text_parts() -> frozenset[str]:
     """Those of them, in lower case, that hold models which read images, too: what is built in is their text part."""
-    of_specs = (repository for _, parts in _of_specs().values() for repository in parts)
+    of_specs = (repository for _, parts, _ in _of_specs().values() for repository in parts)
     of_learned = (repository for one in learned_models().values() if one.is_text_part for repository in one.hub)
     return frozenset(map(str.lower, (*of_specs, *of_learned)))
 
 
 @cache
-def _of_specs() -> Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-    """What the lines ``hub`` and ``text_part_of`` of each spec list, read without parsing the whole."""
+def nicknames() -> Mapping[str, tuple[str, ...]]:
+    """What else people call each built-in model."""
+    return MappingProxyType({name: also for name, (_, _, also) in _of_specs().items()})
+
+
+@cache
+def _of_specs() -> Mapping[str, tuple[tuple[str, ...], ...]]:
+    """What the lines ``SPEC_NAMES`` of each spec list, read without parsing the whole."""
     found = {}
     for name, path in model_specs().items():
         lines = dict(line.split(": ", 1) for line in path.read_text("utf-8").splitlines() if ": " in line)
-        hub, parts = (tuple(lines.get(key, "").split(", ")) if key in lines else () for key in SPEC_REPOSITORIES)
-        found[name] = hub, parts
+        found[name] = tuple(tuple(lines[key].split(", ")) if key in lines else () for key in SPEC_NAMES)
     return MappingProxyType(found)
 
 

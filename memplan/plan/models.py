@@ -24,7 +24,7 @@ from .hub import (
 )
 from .library import (
     SAVED_DTYPE,
-    SPEC_REPOSITORIES,
+    SPEC_NAMES,
     hub_ids,
     learned_models,
     model_specs,
@@ -94,7 +94,7 @@ def read_spec(path: Path, name: str | None = None) -> Found:
 
         return Found(spec_of_config(source, path), warnings_of_config(source, path))
     items = dict(source.mapping)
-    for key in (SAVED_DTYPE, *SPEC_REPOSITORIES):
+    for key in (SAVED_DTYPE, *SPEC_NAMES):
         items.pop(key, None)
     items.setdefault("name", Node(one_line(path.stem), source.origin))
     spec = section_fields("model", Node(items, source.origin))
@@ -162,12 +162,13 @@ def _base(base: Node, folder: Path) -> Found:
         raise refused(name, base) if is_repository(name) else nowhere(name, base)
     own = plain(name)
     like = f", `memplan models {name}` those like it" if any(own in plain(one) for one in hub_ids()) else ""
-    alike = of_same_size(name) or of_size(name)
+    why = why_not(name)
+    alike = () if why else of_same_size(name) or of_size(name)
     if 0 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
         problem = f"is no built-in model; of that size {'are' if alike[1:] else 'is'} {', '.join(alike)}"
         raise PlanError("model", name, problem, origin=base.origin)
     begun = tuple(one for one in hub_ids() if one.startswith(name.lower()))
-    if not begun and (why := why_not(name)):
+    if why and not begun:
         raise PlanError("model", name, why, origin=base.origin)
     if (same := _of_unsaid_size(name, base)) is not None:
         raise PlanError(
@@ -182,9 +183,11 @@ def _base(base: Node, folder: Path) -> Found:
 
 def _of_unsaid_size(name: str, base: Node) -> str | None:
     """The built-in model ``deepseek-v3`` that somebody calls ``deepseek-v3-671b``, within a tenth."""
-
     whole, billions = without_size(name)
-    same = twin(whole, base) if whole else None
+    try:
+        same = twin(whole, base) if whole else None
+    except PlanError:  # it could be several, of other sizes
+        return None
     if same is None or same not in model_specs():
         return None
     fields = _built_in(same).spec.plain()

@@ -90,6 +90,8 @@ def check_kernels(plan: ResolvedPlan) -> None:
             why = "others are not modelled for its layers" if own.kernels else "no kernels are modelled for its layers"
             raise plan.wrong(f"kernels.{name}", f"must be {allowed} for family {own.name}: {why}")
     _check_delta(plan)
+    if plan.kernels.mlp not in (None, "eager") and plan.model.experts:
+        raise plan.wrong("kernels.mlp", "must be eager with experts: Liger's (LigerExperts) are not modelled")
     if plan.kernels.lora == "unsloth" and (plan.lora.rank is None or plan.quantisation.kind == "none"):
         raise plan.wrong(
             "kernels.lora", "must be eager without adapters on 4-bit weights, which Unsloth's functions are for"

@@ -93,7 +93,7 @@ class ModelSpec(Terse):
             "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern",
             "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim", "layer_blocks",
             "linear_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-            "linear_conv_kernel", "yarn_factor", "full_interval",
+            "linear_conv_kernel", "yarn_factor", "full_interval", "router_loss",
         )
     )  # fmt: skip
 
@@ -224,6 +224,9 @@ class ModelSpec(Terse):
         "aux_loss", description="how training balances experts: a loss of a micro-batch, sequence or batch, or sinkhorn"
     )
     router_aux_loss: float = Field(0.0, ge=0.0, description="coefficient of the balancing loss; 0: it is not computed")
+    router_loss: bool = Field(
+        False, description="transformers' model adds the routers' loss to its own (output_router_logits)"
+    )
     router_z_loss: float = Field(0.0, ge=0.0, description="coefficient of the loss of large router logits; 0: none")
 
     latent_q_rank: Rows = Field(0, description="latent attention: rank of queries; 0: queries are projected at once")

@@ -126,6 +126,16 @@ def test_full_training_with_pieces_of_liger(folder: Path) -> None:
     assert plan.optimizer.implementation == "fused"
 
 
+@pytest.mark.parametrize("model", ["unsloth/gemma-2-2b", "NousResearch/Llama-3.2-1B"])
+@pytest.mark.parametrize(("said", "mlp"), [("liger_glu_activation: true\n", "liger"), ("", "eager")])
+def test_ligers_gate_is_what_the_models_function_calls_it(model: str, said: str, mlp: str, folder: Path) -> None:
+    """``integrations/liger/plugin.py``: one key, geglu or swiglu by the function's signature."""
+    text = FULL.replace("liger_glu_activation: true\n", said)
+    Path("full.yml").write_text(text.replace("NousResearch/Llama-3.2-1B", model))
+    plan = memplan.estimate("full.yml").plan
+    assert (plan.kernels.norm, plan.kernels.mlp) == ("liger", mlp)
+
+
 @pytest.mark.parametrize("attention", ["flash_attention: true", "sdp_attention: true", ""])
 def test_cut_cross_entropy_is_its_plugin(attention: str, folder: Path) -> None:
     """Its plugin's argument is on by default (``CutCrossEntropyArgs``). Norms, embeddings and head go to bf16 whatever

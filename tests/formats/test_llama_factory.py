@@ -31,7 +31,7 @@ learning_rate: 1.0e-4
 bf16: true
 ddp_timeout: 180000000
 """
-SAME = ["--model=qwen3-4b", "--trainer=transformers", "--gpu=h100", "--mbs=2", "--accumulation=8", "--seq=1024"]
+SAME = ["--model=qwen3-4b-2507", "--trainer=transformers", "--gpu=h100", "--mbs=2", "--accumulation=8", "--seq=1024"]
 SAME += ["--dtype=bf16", "--autocast", "--recompute=full", "--use-reentrant", "--optimizer=adamw_torch_fused"]
 ADAPTERS = ["--autocast-parameters=bf16", "--lora-rank=8", "--lora-targets=all-linear", "--lora-dropout=0"]
 

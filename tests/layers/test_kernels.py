@@ -154,6 +154,28 @@ def test_ligers_norm() -> None:
 
 
 @needs(LIGER)
+def test_ligers_norm_of_gemma_does_not_write_over_the_gradient() -> None:
+    """``LigerRMSNormForGemma2``: 1 is added to the weight, all is in fp32, and not in place."""
+    function = loaded(LIGER, "ops.rms_norm").LigerRMSNormFunction
+    compare(
+        lambda r, x, weight: [RmsNorm(PROCESSORS)(r, x, weight, "norm", in_place=False)],
+        lambda x, weight: function.apply(x, weight, 1e-6, 1.0, "gemma", False),
+        [X, ((H,), "bf16")],
+        scalars=1,
+    )
+
+
+@needs(LIGER)
+def test_ligers_geglu_takes_what_its_swiglu_takes() -> None:
+    function = loaded(LIGER, "ops.geglu").LigerGELUMulFunction
+    compare(
+        lambda r, a, b: [kernels.liger_swiglu(r, ops.scale(r, a), ops.scale(r, b))],
+        lambda a, b: function.apply(a * 2.0, b * 2.0),
+        [X, X],
+    )
+
+
+@needs(LIGER)
 def test_ligers_rope() -> None:
     function = loaded(LIGER, "ops.rope").LigerRopeFunction
 

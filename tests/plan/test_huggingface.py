@@ -11,8 +11,9 @@ import pytest
 import transformers
 from hypothesis import HealthCheck, given, settings, strategies as st
 
+import memplan
 from memplan.families import families
-from memplan.layers.coverage import TRANSFORMERS, check_covered
+from memplan.layers.coverage import MEGATRON_CORE, TRANSFORMERS, check_covered
 from memplan.plan.count import parameters
 from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
@@ -618,7 +619,7 @@ def test_code_that_a_configuration_names_is_never_run(tmp_path: Path) -> None:
             "a whole number from 0 to 2,147,483,648, not text",
         ),
         ({**LLAMA, "model_type": "mixtral", "router_jitter_noise": 0.1}, "= 0.1: is not modelled; only 0.0 is"),
-        ({**LLAMA, "model_type": "mixtral", "output_router_logits": True}, "= true: is not modelled; only false is"),
+        ({**LLAMA, "model_type": "mixtral", "output_router_logits": "yes"}, "= yes: must be true or false"),
         ({**LLAMA, "layer_types": ["full_attention"] * 3}, "layer_types: must name all 2 layers, not 3"),
         ({**LLAMA, "model_type": "falcon", "new_decoder_architecture": True}, "is not modelled; only false is"),
         ({**GPT2, "model_type": "gptj", "rotary_dim": 6}, "rotary_dim = 6: must be even and at most 4"),
@@ -735,7 +736,19 @@ def test_the_loss_of_routers_is_refused_where_a_class_has_it(kind: str) -> None:
     """``load_balancing_loss_func``; other classes hand out routers' logits, if at all, and leave the loss as it is."""
     kind, read = kind.removesuffix("_text"), MIXTURES[kind]
     module = import_module(f"transformers.models.{kind}.modeling_{kind}")
-    assert hasattr(module, "load_balancing_loss_func") is ("output_router_logits" in read.refused)
+    assert hasattr(module, "load_balancing_loss_func") is ("router_loss" in read.keys)
+
+
+def test_the_loss_of_routers_matters_where_transformers_model_runs(tmp_path: Path) -> None:
+    """Megatron-LM and torchtitan make the model by themselves, from its sizes."""
+    config = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "output_router_logits": True}))
+    plan = {"model": str(tmp_path), "batch": {"seq": 32}, "hardware": {"gpus": 2}}
+    check_covered(read_plan(None, {"model": str(tmp_path)}).plan.model, MEGATRON_CORE, "megatron")
+    assert memplan.estimate({**plan, "framework": "fsdp", "fsdp": {"code": "torchtitan"}}).stages
+    for name in ("fsdp", "ddp", "deepspeed"):
+        with pytest.raises(PlanError, match=r"model\.router_loss = true: must be false \(output_router_logits\)"):
+            memplan.estimate({**plan, "framework": name})
 
 
 def test_weights_that_are_published_in_a_low_precision(tmp_path: Path) -> None:

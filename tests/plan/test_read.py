@@ -229,8 +229,8 @@ def test_the_fields_that_there_are_stand_once() -> None:
         ({}, "command line: model: is missing: name one (`memplan models` lists them), as --model gpt2-xl"),
         ({"model": "lama-3-8b"}, "--model: model = lama-3-8b: is neither a built-in model"),
         (
-            {"model": "deepseek-v3-671b"},
-            "--model: model = deepseek-v3-671b: is not a built-in model; the built-in one of that size is deepseek-v3",
+            {"model": "deepseek-v2-lite-16b"},
+            "--model: model = deepseek-v2-lite-16b: is not a built-in model; the built-in one of that size is deepseek",
         ),
         ({"model": "deepseek-v3-16b"}, "--model: model = deepseek-v3-16b: is neither a built-in model"),
         ({"model": "gpt2", "tp": "x"}, "--tp: layout.tp = x: must be a whole number"),

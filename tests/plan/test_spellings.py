@@ -15,8 +15,8 @@ from memplan.optimizers import ROOMS as ROOMS_OF_OPTIMIZERS, trainer_names
 from memplan.plan import implied
 from memplan.plan.errors import PlanError
 from memplan.plan.fields import Kind, by_flag, plan_fields
-from memplan.plan.library import hub_ids, model_specs
-from memplan.plan.near_misses import MEANT, SAME
+from memplan.plan.library import hub_ids, model_specs, nicknames
+from memplan.plan.near_misses import MEANT, SAME, likely
 from memplan.plan.notes import FRAMEWORK_CHOSEN
 from memplan.plan.plan import Plan
 from memplan.plan.read import ReadPlan, read_plan
@@ -153,6 +153,85 @@ def test_case_and_hyphens_of_a_choice_do_not_matter(field: Any, data: st.DataObj
 )
 def test_models(written: str, name: str) -> None:
     assert plan(model=written).model.name == name
+
+
+@pytest.mark.parametrize(
+    ("written", "name", "billions"),
+    [
+        ("deepseek-r1:1.5b", "deepseek-r1-qwen-1.5b", 1.78),
+        ("deepseek-r1:7b", "qwen2.5-7b", 7.62),
+        ("deepseek-r1:14b", "qwen2.5-14b", 14.8),
+        ("deepseek-r1:32b", "qwen2.5-32b", 32.8),
+        ("deepseek-r1:70b", "llama-3.3-70b", 70.6),
+        ("deepseek-r1:671b", "deepseek-v3", 671),
+        ("deepseek-v2:16b", "deepseek-v2-lite", 15.7),
+        ("r1 distill llama 70b", "llama-3.3-70b", 70.6),
+        ("llama3.1 70b instruct", "llama-3.1-70b", 70.6),
+        ("llama4:16x17b", "llama-4-scout", 108),
+        ("llama3.3:latest", "llama-3.3-70b", 70.6),
+        ("qwen 3 30b a3b", "qwen3-30b-a3b", 30.5),
+        ("gpt oss 120b", "gpt-oss-120b", 117),
+        ("mistral nemo", "mistral-nemo-12b", 12.2),
+        ("mistral-small3.2:24b", "mistral-small-3.1-24b", 23.6),
+        ("phi3:14b", "phi-3-medium", 14.0),
+        ("phi3.5:3.8b", "phi-3.5-mini", 3.82),
+        ("starcoder:7b", "starcoderbase-7b", 7.3),
+        ("granite4:micro", "granite-4.0-micro", 3.4),
+        ("qwen3:4b-instruct-2507", "qwen3-4b-2507", 4.02),
+        ("qwen3-coder:30b", "qwen3-coder-30b-a3b", 30.5),
+    ],
+)
+def test_names_of_ollama_and_nicknames(written: str, name: str, billions: float) -> None:
+    """As many parameters as Ollama's library or the model's card names."""
+    from memplan.plan.count import parameters
+
+    spec = plan(model=written).model
+    assert spec.name == name
+    assert parameters(spec) == pytest.approx(billions * 1e9, rel=0.015)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("deepseek-r1:8b", "could be qwen3-8b or llama-3.1-8b; name one|could be llama-3.1-8b or qwen3-8b; name one"),
+        ("mistral", "name one"),
+        ("gemma3n:e4b", "layers that share keys and values"),
+        ("exaone-deep:32b", "whose code came with its weights"),
+        ("mlx-community/DeepSeek-R1-Distill-Qwen-7B-4bit", "in 16 bits it is qwen2.5-7b"),
+        ("RedHatAI/Llama-3.3-70B-Instruct-quantized.w4a16", "in 16 bits it is llama-3.3-70b"),
+        ("nvidia/DeepSeek-R1-FP4", "in 16 bits it is deepseek-v3"),
+        ("opt 175b", "neither a built-in model"),
+        ("qwen1.5-72b", "neither a built-in model"),
+    ],
+)
+def test_a_name_that_is_no_models_is_not_taken_for_another(written: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan(model=written)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Qwen3-4B-Instruct-2507",
+        "Qwen3-30B-A3B-Thinking-2507",
+        "Qwen3-235B-A22B-Instruct-2507",
+        "Qwen3-Coder-30B-A3B-Instruct",
+    ],
+)
+def test_releases_of_july_2025_reach_further(name: str) -> None:
+    """Their cards: 262,144 tokens natively, and the sizes of those of April, whose limit is 40,960."""
+    from memplan.plan.count import parameters
+
+    later = plan(model=f"Qwen/{name}").model
+    before = plan(model=later.name.removesuffix("-2507").replace("coder-", "")).model
+    assert (later.positions_max, before.positions_max) == (262_144, 40_960)
+    assert parameters(later) == parameters(before)
+
+
+def test_nicknames_are_no_models_or_repositories() -> None:
+    """Which they would hide."""
+    known = {one.lower() for name, ids in hub_ids().items() for one in (name, *ids)}
+    assert not known & {one for also in nicknames().values() for one in also}
 
 
 def test_a_repository_belongs_to_one_model() -> None:
@@ -294,6 +373,8 @@ def test_an_architecture_without_a_recipe_shows_no_sizes_of_a_stand_in(
         assert "under others this architecture has no recipe" in capsys.readouterr().err
 
 
+LONG, PARALLEL = ("tensor", "pipeline", "context", "expert"), ("--tp", "--pp", "--cp", "--ep")
+
 # -- flags and sizes ---------------------------------------------------------------------------------------
 
 
@@ -306,6 +387,38 @@ def test_flags_that_other_tools_have_point_to_flags_here() -> None:
     assert not MEANT.keys() & SAME.keys()
     read_as = {flag.partition("=")[0] for flag in SAME.values()}
     assert read_as <= own | {f"--no-{flag[2:]}" for flag in own}
+
+
+@pytest.mark.parametrize(
+    ("written", "flag"),
+    [
+        *((f"--{long}-parallel-degree", flag) for long, flag in zip(LONG, PARALLEL, strict=True)),
+        *((f"--{long}-model-parallel-size", flag) for long, flag in zip(LONG[:2], PARALLEL[:2], strict=True)),
+        ("--virtual-pipeline-model-parallel-size", "--vpp"),
+        ("--r", "--lora-rank"),
+        ("--per-device-train-batch-size", "--mbs"),
+    ],
+)
+def test_flags_of_megatron_torchtitan_and_peft(written: str, flag: str) -> None:
+    """torchtitan's ``parallelism`` calls sizes degrees (``config/configs.py``)."""
+    assert SAME[written] == flag
+
+
+@pytest.mark.parametrize(
+    ("written", "flags"),
+    [
+        ("--adamw", "--optimizer adamw"),
+        ("--distributed", "--framework"),
+        ("--ac", "--recompute full"),
+        ("--zero3", "--zero 3"),
+        ("--bs", "--mbs"),
+        ("--ctx", "--seq"),
+        ("--4bit", "--quantisation nf4"),
+        ("--bf16", "--dtype bf16"),
+    ],
+)
+def test_words_that_people_type_name_a_flag(written: str, flags: str) -> None:
+    assert likely(written, ()) == flags
 
 
 @given(st.integers(1, 2**20 - 1))

@@ -133,6 +133,10 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
 )
 """Keys that are not modelled and change a detail: values that do nothing, and the assumption."""
 
+IDLE_BESIDE: Mapping[str, tuple[str, ...]] = {"use_cache": ("gradient_checkpointing", "activation_checkpointing")}
+"""Of these keys, those that turn them off: a layer with checkpoints is handed no cache in training
+(``GradientCheckpointingLayer.__call__`` of transformers' ``modeling_layers.py``)."""
+
 WITHOUT_EFFECT = frozenset(
     """
     output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs

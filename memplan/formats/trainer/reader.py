@@ -31,11 +31,11 @@ from ..settings import Building, Keys, Reader, read_rows
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments, with_mappings
 from .examples import said_by
-from .keys import LOADED_BY, NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .keys import IDLE_BESIDE, LOADED_BY, NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
-from .table import OPTIMIZER, PRECISION, ROWS, autocast, loaded_in, plain
+from .table import OPTIMIZER, PRECISION, ROWS, as_taken, autocast, loaded_in, plain
 from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys, of_release
 
 
@@ -95,6 +95,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     _refuse(written)
     written = of_release(written, asked)
     written = as_loaded(written, loop, asked) if dialect is None else written
+    written = as_taken(written, asked.flags.get("model"))
     building = Building(written.origin)
     reader = Reader(Arguments(written.mapping, written.origin), building, asked.names)
     unread = tuple(_unread(written, found, dialect, strict=asked.strict)) if loop.name in TRAINING_LOOPS else ()
@@ -355,10 +356,12 @@ def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict
     told = {**NOTED, **getattr(dialect, "NOTED", {})}
     guesses = Guesses(lambda key: MEANT.get(key) or nearest(key, named))
     wrong: list[PlanError] = []
+    other = Arguments(written.mapping, written.origin)
     for key, node in written.mapping.items():
         if key in told:
             harmless, assumed = told[key]
-            if node.plain() in harmless:
+            turned_off = any(other.asks(name) for name in IDLE_BESIDE.get(key, ()))
+            if turned_off or node.plain() in harmless:
                 continue
             code, problem = "argument-not-modelled", f"is not modelled: {assumed}"
         elif key in known or key.startswith("_"):

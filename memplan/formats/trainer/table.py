@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ...optimizers import algorithm, trainer_names
 from ...plan.errors import ABSENT, Node, PlanError
+from ...plan.models import complete_model
 from ...plan.near_misses import OTHER_EXPERTS
 from ...plan.read import SAVED, TAKEN
 from ..exported import of_trainer
@@ -163,10 +165,29 @@ def _compiled(reader: Reader) -> None:
 
 
 LIGER_PIECES = {"rms_norm": "kernels.norm", "rope": "kernels.rope", "swiglu": "kernels.mlp", "geglu": "kernels.mlp"}
-"""Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise. ``geglu`` is what
-``swiglu`` is called for Gemma (``transformers/monkey_patch.py``), whose function is given the one that it has."""
+"""Of ``liger_kernel_config``, by the field that each is; all are on unless it says otherwise."""
+_GATES = ("swiglu", "geglu")
+"""Of these a family's function takes the one that its activation is called (``transformers/monkey_patch.py``)."""
 _OF_OTHERS = ("layer_norm",)
 """Pieces that no modelled language model has: Liger's are of vision towers."""
+
+
+def as_taken(written: Node, named: object) -> Node:
+    """``written`` without the pieces that Liger's function for the model does not take, which ``_apply_liger_kernel``
+    passes over: Gemma's is called geglu, all others' swiglu. ``named``: the model of a flag, before that of a file."""
+    config, models = written.mapping.get("liger_kernel_config"), ("model_name_or_path", "config_name")
+    given = config.mapping if config is not None and isinstance(config.value, dict) else {}
+    name = next((node.value for key in models if (node := written.mapping.get(key)) is not None), None)
+    if config is None or not given.keys() & {*_GATES} or not isinstance(named or name, str):
+        return written
+    model = Node({"base": Node(named or name, config.origin)}, config.origin)
+    try:
+        activation = complete_model(model, Path()).spec.at("activation")
+    except PlanError:  # told where the plan is read
+        return written
+    other = {*_GATES} - {activation.value if activation is not None else None}
+    taken = {key: node for key, node in given.items() if key not in other}
+    return written.with_items({"liger_kernel_config": Node(taken, config.origin)})
 
 
 def _liger(reader: Reader) -> None:
@@ -184,10 +205,6 @@ def _liger(reader: Reader) -> None:
                 raise PlanError(key, plain(value), problem, origin=value.origin)
         elif not isinstance(value.value, bool):
             raise PlanError(key, plain(value), "must be true or false", origin=value.origin)
-    gated = [value for key, value in chosen.items() if LIGER_PIECES.get(key) == "kernels.mlp"]
-    if len({one.value for one in gated}) > 1:
-        problem = "must be as swiglu: Gemma's function takes geglu alone, those of other models swiglu"
-        raise chosen["geglu"].wrong("geglu", problem)
     put("kernels.set", Node("liger", node.origin), "use_liger_kernel")
     off = [key for key, value in chosen.items() if value.value is False]
     for key in off:

@@ -143,6 +143,13 @@ def test_what_is_assumed_is_said(arguments: dict[str, object], code: str, tmp_pa
     assert code in {note.code for note in launch(tmp_path, arguments, model="gpt2").notes}
 
 
+@pytest.mark.parametrize("key", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpoints_turn_the_cache_off(key: str, tmp_path: Path) -> None:
+    """``GradientCheckpointingLayer.__call__`` sets ``use_cache`` of what it hands on to false."""
+    told = {note.code for note in launch(tmp_path, {"use_cache": True, key: True}, model="gpt2").notes}
+    assert "argument-not-modelled" not in told
+
+
 def test_ligers_pieces_are_read_as_transformers_passes_them(tmp_path: Path) -> None:
     """``liger_kernel_config``: keywords of ``apply_liger_kernel``, all others as Liger has them."""
     config = {"swiglu": False, "fused_linear_cross_entropy": False, "cross_entropy": True}
@@ -190,6 +197,24 @@ def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "config", "mlp"),
+    [
+        ("llama-3-8b", {"geglu": False}, "liger"),
+        ("llama-3-8b", {"swiglu": False, "geglu": True}, "eager"),
+        ("gemma-2-9b", {"swiglu": False}, "liger"),
+        ("gemma-2-9b", {"swiglu": True, "geglu": False}, "eager"),
+        ("gemma-2-9b", {"swiglu": False, "geglu": False}, "eager"),
+    ],
+)
+def test_a_piece_that_the_models_function_does_not_take_is_passed_over(
+    model: str, config: dict[str, object], mlp: str, tmp_path: Path
+) -> None:
+    """``_apply_liger_kernel`` keeps the arguments that are in the function's signature."""
+    given = {"use_liger_kernel": True, "dtype": "bfloat16", "liger_kernel_config": config}
+    assert plan(tmp_path, given, model=model).kernels.mlp == mlp
+
+
+@pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ({"optim": "galore_adamw"}, "optim = galore_adamw"),
@@ -208,10 +233,6 @@ def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
         (
             {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
             "must be false unless fused_linear_cross_entropy is",
-        ),
-        (
-            {"use_liger_kernel": True, "liger_kernel_config": {"swiglu": True, "geglu": False}},
-            "geglu = false: must be as swiglu",
         ),
         ({"use_liger_kernel": True, "liger_kernel_config": {"group_norm": True}}, "group_norm = true: is not modelled"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}}, "offload = true"),
