@@ -21,7 +21,11 @@ class Elsewhere(NamedTuple):
     implied: tuple[tuple[str, str, str], ...] = ()
     """Keys, what their value begins with, and flags that this means."""
     unmodelled: tuple[tuple[str, str, str], ...] = ()
-    """Keys, what their value begins with, and what is trained then that no flag says."""
+    """Keys, what their value begins with, and what is trained then that no flag says; ``a!b`` is a where b is off."""
+    otherwise: tuple[tuple[str, str], ...] = ()
+    """Keys that are on where a configuration leaves them out, and flags that this means."""
+    asks: tuple[str, ...] = ()
+    """Flags that stand with N where a configuration says nothing of them: the tool's own default is not known."""
     recipe: str = ""
     """A regular expression of what Python files of it call, and of the model's name in that."""
     instead: str = ""
@@ -32,6 +36,7 @@ class Elsewhere(NamedTuple):
 
 _GRPO = "--trainer grpo --generation-memory SIZE"
 """Nothing of a configuration says what generation keeps beside the training."""
+_SEQUENCE = "--sequence-parallel"
 _NEOX = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "data_impl", "rotary_pct", "train_data_paths")
 OF_SCRIPTS = Elsewhere(
     "a script",
@@ -47,6 +52,8 @@ OF_SCRIPTS = Elsewhere(
         ("max_context_width", "--seq"),
         ("context_length", "--seq"),
         ("block_size", "--seq"),
+        ("seq_len", "--seq"),
+        ("seq_length", "--seq"),
         ("pretrain", "--model"),
         ("model", "--model"),
         ("model.model_name_or_path", "--model"),
@@ -64,19 +71,36 @@ OF_SCRIPTS = Elsewhere(
         ("lora_rank", "--lora-rank"),
         ("lora_dim", "--lora-rank"),
         ("gradient_checkpointing", "--recompute full"),
+        ("actor_gradient_checkpointing", "--recompute full"),
+        ("ds.param_dtype", "--dtype"),
     ),
     before="--gpus N",
+    asks=("--mbs", "--seq"),
     implied=(
         *(
             (one, "True|4bit|int4", "--quantisation nf4")
             for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora", "quantization")
         ),
         ("deepspeed", r"(?!(?i:none|false|0)$)(?!.*\.json$)", "--framework deepspeed --zero N"),
+        ("only_optimize_lora", "True", ""),
+        ("_called_", r"(?i).*dpo", "--trainer dpo"),
+        ("_called_", r"(?i).*(?:reward|train_rm)", "--trainer reward"),
+        ("_called_", r"(?i).*grpo", _GRPO),
     ),
     files=("deepspeed_config", "ds_config", "deepspeed"),
-    unmodelled=tuple(
-        (one, "", "it trains an actor and a critic beside other models (PPO)")
-        for one in ("critic_model_name_or_path", "critic.model_name_or_path", "critic.num_nodes")
+    unmodelled=(
+        *(
+            (one, "", "it trains an actor and a critic beside other models (PPO)")
+            for one in (
+                *("critic_model_name_or_path", "critic.model_name_or_path", "critic.num_nodes"),
+                *("critic_zero_stage", "actor_zero_stage", "actor_learning_rate"),
+            )
+        ),
+        (
+            "lora_module_name!only_optimize_lora",
+            "",
+            "it trains the model beside its adapters (no only_optimize_lora)",
+        ),
     ),
 )
 """Of a training script with arguments of its own: what many call so."""
@@ -93,12 +117,25 @@ OF_MEGATRON = Elsewhere(
         ("micro_batch_size", "--mbs"),
         ("global_batch_size", "--gbs"),
         ("max_length", "--seq"),
+        ("expert_tensor_parallel_size", "--etp"),
         ("recompute_granularity", "--recompute"),
+        ("recompute_method", "--recompute-method"),
+        ("recompute_num_layers", "--recompute-layers"),
+        ("cross_entropy_loss_fusion", "--cross-entropy-fusion native"),
+        ("padding_free", "--packed-sequences "),
         ("fp8_recipe", "--fp8"),
         ("lora_rank", "--lora-rank"),
     ),
     before="--framework megatron --zero 1 --gpus N",
+    otherwise=(
+        ("recompute_granularity", "--recompute selective"),
+        ("micro_batch_size", "--mbs 1"),
+        ("global_batch_size", "--gbs 16"),
+        ("cross_entropy_loss_fusion", "--cross-entropy-fusion native"),
+        ("padding_free", "--packed-sequences"),
+    ),
 )
+"""Defaults: ``swift/megatron/arguments/megatron_args.py`` of ms-swift 4."""
 LITGPT = Elsewhere(
     "LitGPT",
     ("lora_query", "logger_name"),
@@ -137,7 +174,21 @@ OF_UNSLOTH = Elsewhere(
     ),
 )
 """Keywords of its notebooks."""
+_OF_TUNE = "--framework fsdp --fsdp-parameters bf16 --fsdp-reduce bf16 --gpus N"
+"""torchtune's distributed recipes: ``fully_shard`` without mixed precision, of a model made in ``dtype``, which is bf16
+(``torchtune/training/_distributed.py``, ``shard_model``); files of those for one GPU are called so."""
+_BY_JAX = "memplan plans PyTorch alone: say the same job of PyTorch in flags (memplan estimate --help)"
 ELSEWHERE = (
+    Elsewhere(
+        "a configuration of MaxText, which trains by JAX",
+        ("base_emb_dim", "base_num_decoder_layers", "remat_policy", "scan_layers", "ici_fsdp_parallelism"),
+        instead=_BY_JAX,
+    ),
+    Elsewhere(
+        "a configuration of Levanter, which trains by JAX",
+        ("tensor_parallel_axes", "initialize_from_hf", "num_train_steps", "tracker"),
+        instead=_BY_JAX,
+    ),
     Elsewhere(
         "torchtune",
         ("_component_",),
@@ -155,7 +206,8 @@ ELSEWHERE = (
         ),
         shortened=r"(?:[\w]+\.)+(?:q?lora_)?",
         implied=(
-            ("fsdp_cpu_offload", "", "--framework fsdp --gpus N"),
+            ("_file_", r"(?!.*(?:single_device|eval|generat|quant))", _OF_TUNE),
+            ("optimizer.fused", "True", "--optimizer-implementation fused"),
             ("model._component_", r".*\.qlora_", "--quantisation nf4"),
             ("loss._component_", r".*\.DPOLoss", "--trainer dpo"),
             ("model.apply_lora_to_mlp", "True", "--lora-targets q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
@@ -169,6 +221,8 @@ ELSEWHERE = (
             ("enable_activation_offloading", "True", "it keeps activations on the host (enable_activation_offloading)"),
             ("fsdp_cpu_offload", "True", "it keeps parameters on the host (fsdp_cpu_offload)"),
             ("enable_fp8_training", "True", "it trains in float8"),
+            ("compile", "True", "it compiles layers of its own (compile)"),
+            ("_file_", r".*(?:eval|generat|quantization)", "it trains nothing"),
             ("tensor_parallel_dim", "[2-9]|1.", "it cuts layers over GPUs (tensor_parallel_dim)"),
             ("context_parallel_dim", "[2-9]|1.", "it cuts sequences over GPUs (context_parallel_dim)"),
         ),
@@ -313,6 +367,7 @@ ELSEWHERE = (
             for name in dict.fromkeys((one, one.replace("_", "-")))
         ),
         before="--framework megatron-deepspeed --model NAME --gpus N",
+        implied=(("output_layer_parallelism", "column", ""), ("output-layer-parallelism", "column", "")),
     ),
     Elsewhere(
         "LLaMA-Factory v1",
@@ -323,8 +378,11 @@ ELSEWHERE = (
             ("global_batch_size", "--gbs"),
             ("cutoff_len", "--seq"),
             ("peft_config.r", "--lora-rank"),
+            ("enable_activation_checkpointing", "--recompute full"),
         ),
         before="--gpus N",
+        files=("dist_config.config_file",),
+        otherwise=(("enable_activation_checkpointing", "--recompute full"),),
         implied=(
             ("dist_config.name", "fsdp2", "--framework fsdp"),
             ("dist_config.name", "deepspeed", "--framework deepspeed --zero N"),
@@ -334,6 +392,7 @@ ELSEWHERE = (
         ),
         unmodelled=(
             ("peft_config.name", "freeze", "it trains a few layers alone"),
+            ("dist_config.name", "fsdpturbo", "it shards experts by a library of its own (fsdpturbo)"),
             ("optim_config.name", "muon", "it trains by Muon"),
             ("cp_size", "[2-9]|1.", "it cuts sequences over GPUs"),
         ),
@@ -351,8 +410,29 @@ ELSEWHERE = (
             ("max_seq_len", "--seq"),
             ("device_train_microbatch_size", "--mbs"),
             ("global_train_batch_size", "--gbs"),
+            ("fsdp_config.activation_checkpointing", "--recompute full"),
+            ("fsdp.activation_checkpointing", "--recompute full"),
+            ("peft_config.r", "--lora-rank"),
+            ("model.peft_config.r", "--lora-rank"),
         ),
-        before="--framework fsdp --model NAME --gpus N",
+        before="--framework fsdp --fsdp-version 1 --fsdp-reduce bf16 --model NAME --gpus N",
+        implied=(
+            ("precision", "amp_bf16", ""),
+            *(
+                (f"{section}.{key}", value, flags)
+                for section in ("fsdp_config", "fsdp")
+                for key, value, flags in (
+                    ("sharding_strategy", "FULL_SHARD", ""),
+                    ("mixed_precision", "PURE", ""),  # parameters in fp32, gathered and reduced in 16 bits
+                    ("sharding_strategy", "SHARD_GRAD_OP", "--no-reshard-after-forward"),
+                    ("backward_prefetch", "BACKWARD_PRE", "--fsdp-backward-prefetch pre"),
+                )
+            ),
+        ),
+        unmodelled=(
+            ("fsdp_config.activation_cpu_offload", "True", "it keeps activations on the host (activation_cpu_offload)"),
+            ("fsdp_config.cpu_offload", "True", "it keeps parameters on the host (cpu_offload)"),
+        ),
     ),
     Elsewhere(
         "OLMo-core",
@@ -381,27 +461,39 @@ ELSEWHERE = (
         (
             ("model.model_config.num_hidden_layers", "--layers"),
             ("model.model_config.hidden_size", "--hidden"),
+            ("model.model_config.intermediate_size", "--ffn"),
             ("model.model_config.num_attention_heads", "--heads"),
+            ("model.model_config.num_key_value_heads", "--kv-heads"),
+            ("model.model_config.vocab_size", "--vocab"),
             ("tokens.sequence_length", "--seq"),
             ("tokens.micro_batch_size", "--mbs"),
+            ("tokens.batch_accumulation_per_replica", "--accumulation"),
             ("parallelism.tp", "--tp"),
             ("parallelism.pp", "--pp"),
             ("parallelism.dp", "--dp"),
+            ("parallelism.context_parallel_size", "--cp"),
+            ("parallelism.expert_parallel_size", "--ep"),
+            ("parallelism.recompute_layer", "--recompute full"),
+            ("optimizer.zero_stage", "--zero"),
         ),
         before="--framework megatron --model NAME",
+        implied=(("parallelism.tp_mode", "REDUCE_SCATTER", _SEQUENCE), ("model.dtype", "bfloat16", "")),
     ),
     Elsewhere(
         "Open-Instruct",
-        ("use_slow_tokenizer", "dataset_mixer_list"),
+        ("use_slow_tokenizer", "dataset_mixer_list", "mixer_list"),
         OF_SCRIPTS.flags,
         before=OF_SCRIPTS.before,
-        implied=(("num_samples_per_prompt_rollout", "", _GRPO),),
+        asks=OF_SCRIPTS.asks,
+        implied=(*OF_SCRIPTS.implied, ("num_samples_per_prompt_rollout", "", _GRPO)),
+        files=OF_SCRIPTS.files,
     ),
     Elsewhere(
         "llama-cookbook",
         ("enable_fsdp", "peft_method", "batch_size_training"),
         OF_SCRIPTS.flags,
         before=OF_SCRIPTS.before,
+        asks=OF_SCRIPTS.asks,
         implied=(*OF_SCRIPTS.implied, ("peft_method", "lora", "--lora-rank 8")),  # configs/peft.py
     ),
     LITGPT,
@@ -433,16 +525,26 @@ ELSEWHERE = (
             ("data.micro_batch_size_per_gpu", "--mbs"),
             ("model.lora_rank", "--lora-rank"),
             ("model.enable_gradient_checkpointing", "--recompute full"),
+            ("model.use_liger", "--liger"),
         ),
         before="--framework fsdp --gpus N",
+        otherwise=(
+            ("model.enable_gradient_checkpointing", "--recompute full"),
+            ("data.max_length", "--seq 1024"),
+            ("data.micro_batch_size_per_gpu", "--mbs 4"),
+        ),
+        unmodelled=(
+            ("ulysses_sequence_parallel_size", "[2-9]|1.", "it cuts sequences over GPUs"),
+            ("model.fsdp_config.cpu_offload", "True", "it keeps parameters on the host (cpu_offload)"),
+        ),
     ),
     Elsewhere(
-        "a checkpoint's weights",
+        "a checkpoint's weights, and no configuration",
         ("weight_map",),
         instead="give the config.json beside it, or name the model (--model)",
     ),
     Elsewhere(
-        "a layer over other files (defaults)",
+        "a layer over other files (defaults), and no configuration",
         ("defaults",),
         instead="say the job in flags (memplan estimate --help)",
     ),

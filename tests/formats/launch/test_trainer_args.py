@@ -203,7 +203,6 @@ def test_ligers_gate_of_gemma_has_another_name(tmp_path: Path) -> None:
         ({"bf16": "yes"}, "true or false"),
         ({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"}, "must be without nesterov"),
         ({"parallelism_config": {"tp_size": 2}}, "Accelerate's parallelism is not modelled around the Trainer"),
-        ({"accelerator_config": {"split_batches": True}}, "split_batches = true: must be false"),
         ({"optim": "sgd", "optim_args": "momentum=much"}, "must have a number as momentum"),
         (
             {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
