@@ -61,6 +61,8 @@ READ = (
 )
 
 _DISTRIBUTED = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+_ALONE = ("NO", "DistributedType.NO", False, None)
+"""What ``distributed_type`` says of one process."""
 
 WITHOUT_EFFECT_ON_FSDP = frozenset(
     """
@@ -117,7 +119,7 @@ def launched(written: Node, folder: Path, asked: Asked) -> Launch:
     if found.deepspeed is not None:
         launch = ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
         return replace(launch, notes=(*notes, *launch.notes))
-    if found.framework != _DISTRIBUTED["NO"] and found.processes is None and not asked.names & {"gpus", "dp"}:
+    if found.kind.value not in _ALONE and found.processes is None and not asked.names & {"gpus", "dp"}:
         raise wrong_at(written.origin.source, "needs --gpus N (nothing here says how many there are)")
     building.put("framework", found.framework)
     dtype = mixed(found.precision)

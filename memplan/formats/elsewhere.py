@@ -2,178 +2,12 @@
 
 from __future__ import annotations
 
-from ..values import NamedTuple
+from .elsewhere_commands import GRPO, LITGPT, OF_SCRIPTS
+from .in_flags import Elsewhere
 
-
-class Elsewhere(NamedTuple):
-    """A tool whose configurations are not read."""
-
-    name: str
-    marks: tuple[str, ...]
-    """As of ``Format``, at the top or one level below."""
-    flags: tuple[tuple[str, str], ...] = ()
-    """Keys, dotted where they are below the top, and the flags here that say the same; one with a value of its own
-    stands for a key that is on."""
-    before: str = ""
-    """Flags that every file of it comes to."""
-    shortened: str = ""
-    """What is cut off the front of a value, as a regular expression."""
-    implied: tuple[tuple[str, str, str], ...] = ()
-    """Keys, what their value begins with, and flags that this means."""
-    unmodelled: tuple[tuple[str, str, str], ...] = ()
-    """Keys, what their value begins with, and what is trained then that no flag says; ``a!b`` is a where b is off."""
-    otherwise: tuple[tuple[str, str], ...] = ()
-    """Keys that are on where a configuration leaves them out, and flags that this means."""
-    asks: tuple[str, ...] = ()
-    """Flags that stand with N where a configuration says nothing of them: the tool's own default is not known."""
-    recipe: str = ""
-    """A regular expression of what Python files of it call, and of the model's name in that."""
-    instead: str = ""
-    """What to give in its place, where that is no flags."""
-    files: tuple[str, ...] = ()
-    """Keys whose value may be a file of JSON that is read: the first one is given beside the flags."""
-
-
-_GRPO = "--trainer grpo --generation-memory SIZE"
-"""Nothing of a configuration says what generation keeps beside the training."""
+_OF_MCORE = "engine.override_transformer_config"
 _SEQUENCE = "--sequence-parallel"
 _NEOX = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "data_impl", "rotary_pct", "train_data_paths")
-OF_SCRIPTS = Elsewhere(
-    "a script",
-    (),
-    (
-        ("model_name_or_path", "--model"),
-        ("model_name", "--model"),
-        ("max_seq_length", "--seq"),
-        ("max_seq_len", "--seq"),
-        ("max_length", "--seq"),
-        ("max_len", "--seq"),
-        ("data.max_len", "--seq"),
-        ("max_context_width", "--seq"),
-        ("context_length", "--seq"),
-        ("block_size", "--seq"),
-        ("seq_len", "--seq"),
-        ("seq_length", "--seq"),
-        ("pretrain", "--model"),
-        ("model", "--model"),
-        ("model.model_name_or_path", "--model"),
-        ("per_device_train_batch_size", "--mbs"),
-        ("batch_size", "--mbs"),
-        ("batch_size_training", "--mbs"),
-        ("micro_train_batch_size", "--mbs"),
-        ("train.micro_batch_size", "--mbs"),
-        ("train.batch_size", "--gbs"),
-        ("ds.zero_stage", "--zero"),
-        ("model.gradient_checkpointing_enable", "--recompute full"),
-        ("gradient_accumulation_steps", "--accumulation"),
-        ("zero_stage", "--zero"),
-        ("lora_r", "--lora-rank"),
-        ("lora_rank", "--lora-rank"),
-        ("lora_dim", "--lora-rank"),
-        ("gradient_checkpointing", "--recompute full"),
-        ("actor_gradient_checkpointing", "--recompute full"),
-        ("ds.param_dtype", "--dtype"),
-    ),
-    before="--gpus N",
-    asks=("--mbs", "--seq"),
-    implied=(
-        *(
-            (one, "True|4bit|int4", "--quantisation nf4")
-            for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora", "quantization")
-        ),
-        ("deepspeed", r"(?!(?i:none|false|0)$)(?!.*\.json$)", "--framework deepspeed --zero N"),
-        ("only_optimize_lora", "True", ""),
-        ("_called_", r"(?i).*dpo", "--trainer dpo"),
-        ("_called_", r"(?i).*(?:reward|train_rm)", "--trainer reward"),
-        ("_called_", r"(?i).*grpo", _GRPO),
-    ),
-    files=("deepspeed_config", "ds_config", "deepspeed"),
-    unmodelled=(
-        *(
-            (one, "", "it trains an actor and a critic beside other models (PPO)")
-            for one in (
-                *("critic_model_name_or_path", "critic.model_name_or_path", "critic.num_nodes"),
-                *("critic_zero_stage", "actor_zero_stage", "actor_learning_rate"),
-            )
-        ),
-        (
-            "lora_module_name!only_optimize_lora",
-            "",
-            "it trains the model beside its adapters (no only_optimize_lora)",
-        ),
-    ),
-)
-"""Of a training script with arguments of its own: what many call so."""
-OF_MEGATRON = Elsewhere(
-    "ms-swift's Megatron",
-    (),
-    (
-        ("model", "--model"),
-        ("tensor_model_parallel_size", "--tp"),
-        ("pipeline_model_parallel_size", "--pp"),
-        ("context_parallel_size", "--cp"),
-        ("expert_model_parallel_size", "--ep"),
-        ("sequence_parallel", "--sequence-parallel "),
-        ("micro_batch_size", "--mbs"),
-        ("global_batch_size", "--gbs"),
-        ("max_length", "--seq"),
-        ("expert_tensor_parallel_size", "--etp"),
-        ("recompute_granularity", "--recompute"),
-        ("recompute_method", "--recompute-method"),
-        ("recompute_num_layers", "--recompute-layers"),
-        ("cross_entropy_loss_fusion", "--cross-entropy-fusion native"),
-        ("padding_free", "--packed-sequences "),
-        ("fp8_recipe", "--fp8"),
-        ("lora_rank", "--lora-rank"),
-    ),
-    before="--framework megatron --zero 1 --gpus N",
-    otherwise=(
-        ("recompute_granularity", "--recompute selective"),
-        ("micro_batch_size", "--mbs 1"),
-        ("global_batch_size", "--gbs 16"),
-        ("cross_entropy_loss_fusion", "--cross-entropy-fusion native"),
-        ("padding_free", "--packed-sequences"),
-    ),
-)
-"""Defaults: ``swift/megatron/arguments/megatron_args.py`` of ms-swift 4."""
-LITGPT = Elsewhere(
-    "LitGPT",
-    ("lora_query", "logger_name"),
-    (
-        ("checkpoint_dir", "--model"),
-        ("train.micro_batch_size", "--mbs"),
-        ("train.global_batch_size", "--gbs"),
-        ("train.max_seq_length", "--seq"),
-        ("lora_r", "--lora-rank"),
-        ("devices", "--gpus"),
-    ),
-    shortened="checkpoints/",
-    implied=(("quantize", "bnb.nf4", "--quantisation nf4"),),
-)
-OF_FILES = Elsewhere("", (), instead="give the file of its configuration, as it is copied or downloaded")
-"""Of a command that names a configuration."""
-OF_UNSLOTH = Elsewhere(
-    "Unsloth",
-    (),
-    (
-        ("model_name", "--model"),
-        ("max_seq_length", "--seq"),
-        ("max_length", "--seq"),
-        ("per_device_train_batch_size", "--mbs"),
-        ("gradient_accumulation_steps", "--accumulation"),
-        ("r", "--lora-rank"),
-        ("target_modules", "--lora-targets"),
-        ("max_completion_length", "--completion-length"),
-        ("optim", "--optimizer"),
-        ("use_gradient_checkpointing", "--recompute full"),
-    ),
-    implied=(
-        ("load_in_4bit", "True", "--quantisation nf4"),
-        ("DPOTrainer", "", "--trainer dpo"),
-        ("GRPOTrainer", "", _GRPO),
-    ),
-)
-"""Keywords of its notebooks."""
 _OF_TUNE = "--framework fsdp --fsdp-parameters bf16 --fsdp-reduce bf16 --gpus N"
 """torchtune's distributed recipes: ``fully_shard`` without mixed precision, of a model made in ``dtype``, which is bf16
 (``torchtune/training/_distributed.py``, ``shard_model``); files of those for one GPU are called so."""
@@ -211,7 +45,7 @@ ELSEWHERE = (
             ("model._component_", r".*\.qlora_", "--quantisation nf4"),
             ("loss._component_", r".*\.DPOLoss", "--trainer dpo"),
             ("model.apply_lora_to_mlp", "True", "--lora-targets q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
-            ("loss._component_", r".*\.GRPO", _GRPO),
+            ("loss._component_", r".*\.GRPO", GRPO),
         ),
         unmodelled=(
             ("policy_model", "", "it trains an actor and a critic beside other models (PPO)"),
@@ -295,8 +129,9 @@ ELSEWHERE = (
         before="--model NAME",
         implied=(
             ("policy.megatron_cfg.enabled", "True", "--framework megatron"),
+            ("policy.megatron_cfg.optimizer.use_distributed_optimizer", "True", "--zero 1"),
             ("policy.dtensor_cfg.enabled", "True", "--framework fsdp"),
-            ("grpo", "", _GRPO),
+            ("grpo", "", GRPO),
             ("dpo", "", "--trainer dpo"),
             ("rm", "", "--trainer reward"),
         ),
@@ -323,7 +158,8 @@ ELSEWHERE = (
             ("data.micro_batch_size", "--mbs"),
             ("data.global_batch_size", "--gbs"),
         ),
-        before="--framework megatron",
+        before="--framework megatron --zero 1",  # distributed_fused_adam_with_cosine_annealing
+        asks=("--tp", "--pp", "--cp", "--mbs", "--gbs", "--seq"),  # the recipe's own
         implied=(("peft_scheme", "lora", "--lora-rank 32"),),
         recipe=r"\bllm\.(\w+)\.(?:pretrain|finetune)_recipe\b",
     ),
@@ -331,6 +167,8 @@ ELSEWHERE = (
         "NeMo",
         ("mcore_gpt", "encoder_seq_length", "megatron_amp_O2", "exp_manager"),
         (
+            ("trainer.num_nodes", "--nodes"),
+            ("trainer.devices", "--gpus-per-node"),
             ("model.tensor_model_parallel_size", "--tp"),
             ("model.pipeline_model_parallel_size", "--pp"),
             ("model.context_parallel_size", "--cp"),
@@ -344,8 +182,22 @@ ELSEWHERE = (
             ("model.num_query_groups", "--kv-heads"),
             ("model.sequence_parallel", "--sequence-parallel "),
             ("model.activations_checkpoint_granularity", "--recompute"),
+            ("model.activations_checkpoint_method", "--recompute-method"),
+            ("model.activations_checkpoint_num_layers", "--recompute-layers"),
+            ("model.virtual_pipeline_model_parallel_size", "--vpp"),
+            ("model.expert_model_parallel_size", "--ep"),
         ),
-        before="--framework megatron --model NAME --gpus N",
+        before="--framework megatron --model NAME",
+        asks=("--nodes", "--gpus-per-node"),
+        implied=(
+            ("model.optim.name", "distributed_fused_adam", "--zero 1"),
+            ("model.fp8", "True", "--fp8 delayed"),
+            ("trainer.precision", "bf16", ""),
+            ("model.peft.peft_scheme", "lora", "--lora-rank 32"),
+        ),
+        unmodelled=(
+            ("model.peft.peft_scheme", "adapter|ptuning|ia3", "it trains adapters of another kind (peft_scheme)"),
+        ),
     ),
     Elsewhere(
         "GPT-NeoX",
@@ -485,7 +337,7 @@ ELSEWHERE = (
         OF_SCRIPTS.flags,
         before=OF_SCRIPTS.before,
         asks=OF_SCRIPTS.asks,
-        implied=(*OF_SCRIPTS.implied, ("num_samples_per_prompt_rollout", "", _GRPO)),
+        implied=(*OF_SCRIPTS.implied, ("num_samples_per_prompt_rollout", "", GRPO)),
         files=OF_SCRIPTS.files,
     ),
     Elsewhere(
@@ -494,7 +346,11 @@ ELSEWHERE = (
         OF_SCRIPTS.flags,
         before=OF_SCRIPTS.before,
         asks=OF_SCRIPTS.asks,
-        implied=(*OF_SCRIPTS.implied, ("peft_method", "lora", "--lora-rank 8")),  # configs/peft.py
+        implied=(
+            *OF_SCRIPTS.implied,
+            ("peft_method", "lora", "--lora-rank 8"),  # configs/peft.py
+            ("enable_fsdp", "True", "--framework fsdp --recompute full"),  # configs/fsdp.py
+        ),
     ),
     LITGPT,
     Elsewhere(
@@ -512,7 +368,7 @@ ELSEWHERE = (
             ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "--tp"),
             ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "--pp"),
         ),
-        before=_GRPO,
+        before=GRPO,
         implied=(("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "", "--framework megatron"),),
         unmodelled=(("critic.model.path", "", "it trains an actor and a critic beside other models (PPO)"),),
     ),
@@ -536,6 +392,37 @@ ELSEWHERE = (
         unmodelled=(
             ("ulysses_sequence_parallel_size", "[2-9]|1.", "it cuts sequences over GPUs"),
             ("model.fsdp_config.cpu_offload", "True", "it keeps parameters on the host (cpu_offload)"),
+        ),
+    ),
+    Elsewhere(
+        "verl",
+        ("max_token_len_per_gpu", "use_dynamic_bsz"),
+        (
+            ("model.path", "--model"),
+            ("data.max_token_len_per_gpu", "--seq"),
+            ("model.lora_rank", "--lora-rank"),
+            ("model.enable_gradient_checkpointing", "--recompute full"),
+            ("engine.tensor_model_parallel_size", "--tp"),
+            ("engine.pipeline_model_parallel_size", "--pp"),
+            ("engine.context_parallel_size", "--cp"),
+            ("engine.expert_model_parallel_size", "--ep"),
+            (f"{_OF_MCORE}.recompute_granularity", "--recompute"),
+            (f"{_OF_MCORE}.recompute_method", "--recompute-method"),
+            (f"{_OF_MCORE}.recompute_num_layers", "--recompute-layers"),
+        ),
+        before="--gpus N --mbs 1",
+        otherwise=(
+            # Megatron's engine has recompute of its own, and scripts of it say how layers are cut.
+            ("model.enable_gradient_checkpointing|engine.tensor_model_parallel_size", "--recompute full"),
+            ("data.max_token_len_per_gpu", "--seq 8192"),
+            ("engine", "--framework fsdp"),
+        ),
+        implied=(("engine", "fsdp", "--framework fsdp"), ("engine", "megatron", "--framework megatron --zero 1")),
+        unmodelled=(
+            ("engine", "(?!fsdp|megatron)", "it trains by an engine of another kind"),
+            ("engine.ulysses_sequence_parallel_size", "[2-9]|1.", "it cuts sequences over GPUs"),
+            ("engine.optimizer_offload", "True", "it keeps the optimizer's states on the host (optimizer_offload)"),
+            ("engine.param_offload", "True", "it keeps parameters on the host (param_offload)"),
         ),
     ),
     Elsewhere(

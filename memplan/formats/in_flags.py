@@ -8,7 +8,37 @@ from collections.abc import Iterator
 from ..plan.errors import Node, one_line, shown
 from ..plan.hub import twin
 from ..plan.read import SAVED
-from .elsewhere import Elsewhere
+from ..values import NamedTuple
+
+
+class Elsewhere(NamedTuple):
+    """A tool whose configurations are not read."""
+
+    name: str
+    marks: tuple[str, ...]
+    """As of ``Format``, at the top or one level below."""
+    flags: tuple[tuple[str, str], ...] = ()
+    """Keys, dotted where they are below the top, and the flags here that say the same; one with a value of its own
+    stands for a key that is on."""
+    before: str = ""
+    """Flags that every file of it comes to."""
+    shortened: str = ""
+    """What is cut off the front of a value, as a regular expression."""
+    implied: tuple[tuple[str, str, str], ...] = ()
+    """Keys, what their value begins with, and flags that this means."""
+    unmodelled: tuple[tuple[str, str, str], ...] = ()
+    """Keys, what their value begins with, and what is trained then that no flag says; ``a!b`` is a where b is off."""
+    otherwise: tuple[tuple[str, str], ...] = ()
+    """Keys that are on where a configuration leaves them out, and flags that this means; ``a|b`` is left out where both
+    are."""
+    asks: tuple[str, ...] = ()
+    """Flags that stand with N where a configuration says nothing of them: the tool's own default is not known."""
+    recipe: str = ""
+    """A regular expression of what Python files of it call, and of the model's name in that."""
+    instead: str = ""
+    """What to give in its place, where that is no flags."""
+    files: tuple[str, ...] = ()
+    """Keys whose value may be a file of JSON that is read: the first one is given beside the flags."""
 
 
 def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
@@ -26,7 +56,7 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         for key, begins, flags in tool.implied
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
     ]
-    means += [flags for key, flags in tool.otherwise if _at(written, key) is None]
+    means += [flags for keys, flags in tool.otherwise if all(_at(written, key) is None for key in keys.split("|"))]
     means += [f"{flag} N" for flag in tool.asks if flag not in given]
     if "--tp" not in given or given["--tp"].value == 1:  # Megatron turns it off then
         said, means = ([one for one in part if one != "--sequence-parallel"] for part in (said, means))

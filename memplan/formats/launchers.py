@@ -21,9 +21,10 @@ from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, sc
 from ..plan.notes import Note
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
-from .elsewhere import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
+from .elsewhere import ELSEWHERE
+from .elsewhere_commands import LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS
 from .hostfile import hosts_of
-from .in_flags import in_flags, started_as
+from .in_flags import Elsewhere, in_flags, started_as
 from .settings import taken_apart
 
 _SOURCED = (".sh", ".bash", ".slurm", ".sbatch", ".env", ".conf", ".cfg")

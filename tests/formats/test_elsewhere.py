@@ -168,6 +168,49 @@ def test_what_no_flag_says_is_named(text: str, why: str, tmp_path: Path, capsys:
     assert said.endswith("which is not modelled either")
 
 
+NEMO = "model: {mcore_gpt: true, micro_batch_size: 1, global_batch_size: 64, encoder_seq_length: 2048, optim: {name: "
+NEMO += "distributed_fused_adam}, activations_checkpoint_granularity: full, activations_checkpoint_method: uniform, "
+NEMO += "activations_checkpoint_num_layers: 1}\ntrainer: {devices: 8, num_nodes: 2, precision: bf16}\n"
+RECIPE = "from nemo.collections import llm\nrecipe = llm.llama3_8b.pretrain_recipe(num_nodes=2, num_gpus_per_node=8)\n"
+ENGINE = (
+    "torchrun -m verl.trainer.sft_trainer model.path=Qwen/Qwen3-8B data.max_token_len_per_gpu=4096 engine={} optim={}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "same"),
+    [
+        (
+            "a.yaml",
+            NEMO,
+            "--framework megatron --model NAME --nodes 2 --gpus-per-node 8 --mbs 1 --gbs 64 --seq 2048 "
+            "--recompute full --recompute-method uniform --recompute-layers 1 --zero 1",
+        ),
+        (
+            "a.py",
+            RECIPE,
+            "--framework megatron --zero 1 --model llama-3-8b --nodes 2 --gpus-per-node 8 --tp N --pp N --cp N --mbs N "
+            "--gbs N --seq N",
+        ),
+        (
+            "a.sh",
+            ENGINE.format("fsdp", "fsdp"),
+            "--gpus N --mbs 1 --model qwen3-8b --seq 4096 --framework fsdp --recompute full",
+        ),
+        (
+            "a.sh",
+            f"{ENGINE.format('megatron', 'megatron')} engine.tensor_model_parallel_size=2",
+            "--gpus N --mbs 1 --model qwen3-8b --seq 4096 --tp 2 --framework megatron --zero 1",
+        ),
+    ],
+)
+def test_megatrons_distributed_optimizer_is_theirs_by_default(
+    name: str, text: str, same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``distributed_fused_adam`` of NeMo, and what verl's Megatron engine wraps (``use_distributed_optimizer``)."""
+    assert told(capsys, tmp_path / name, text).endswith(f"say the job in flags: memplan estimate {same}")
+
+
 @pytest.mark.parametrize(
     ("text", "left"),
     [

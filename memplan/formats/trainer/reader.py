@@ -23,7 +23,8 @@ from ...plan.text import folder_of, parse_yaml, path_of
 from ...plan.training_loops import TRAINING_LOOPS, TRANSFORMERS
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision, without_reentrance
 from ..deepspeed.reader import ds_config_in
-from ..elsewhere import ELSEWHERE, OF_SCRIPTS
+from ..elsewhere import ELSEWHERE
+from ..elsewhere_commands import OF_SCRIPTS
 from ..in_flags import in_flags, started_as
 from ..launch import Asked, Launch, left_out
 from ..launchers import SEVERAL

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from ...plan.errors import Node, Value, wrong_at
 from ...plan.read import ReadPlan
-from ..elsewhere import OF_MEGATRON
+from ..elsewhere_commands import OF_MEGATRON
 from ..in_flags import in_flags
 
 MARKS = ("tuner_type", "train_type", "sft_type")
