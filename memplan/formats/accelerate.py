@@ -61,11 +61,14 @@ READ = (
 )
 
 _DISTRIBUTED = {"NO": "single", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed"}
+_ALONE = ("NO", "DistributedType.NO", False, None)
+"""What ``distributed_type`` says of one process."""
 
 WITHOUT_EFFECT_ON_FSDP = frozenset(
     """
-    transformer_layer_cls_to_wrap backward_prefetch forward_prefetch use_orig_params state_dict_type sync_module_states
-    cpu_ram_efficient_loading limit_all_gathers xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings min_num_params
+    transformer_layer_cls_to_wrap transformer_cls_names_to_wrap backward_prefetch forward_prefetch use_orig_params
+    state_dict_type sync_module_states cpu_ram_efficient_loading limit_all_gathers
+    min_num_params xla xla_fsdp_v2 xla_fsdp_grad_ckpt xla_fsdp_settings
     """.split()  # noqa: SIM905
 )
 
@@ -116,6 +119,8 @@ def launched(written: Node, folder: Path, asked: Asked) -> Launch:
     if found.deepspeed is not None:
         launch = ds_config_in(with_precision(found.deepspeed, found.precision), asked, building)
         return replace(launch, notes=(*notes, *launch.notes))
+    if found.kind.value not in _ALONE and found.processes is None and not asked.names & {"gpus", "dp"}:
+        raise wrong_at(written.origin.source, "needs --gpus N (nothing here says how many there are)")
     building.put("framework", found.framework)
     dtype = mixed(found.precision)
     if found.fsdp is not None:
@@ -145,6 +150,8 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
     if framework is None:
         raise kind.wrong("distributed_type", f"must be one of {', '.join(_DISTRIBUTED)}")
     processes = written.mapping.get("num_processes")
+    if processes is not None and processes.value is None:  # as where it is left out: all GPUs of the machine
+        processes = None
     if processes is not None and (type(processes.value) is not int or processes.value < 1):
         raise processes.wrong("num_processes", "must be a whole number from 1 on")
     if processes is not None and "distributed_type" in written.mapping and named == "NO":
@@ -165,19 +172,23 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
     )
 
 
-_NO_GROUPS = ("tp_size", "cp_size", "sp_size")
+_NO_GROUPS = {
+    "tp_size": "layers over GPUs: --framework fsdp --fsdp-code torchtitan --tp N is closest",
+    "cp_size": "sequences over GPUs: --framework fsdp --fsdp-code torchtitan --fsdp-newest --cp N is closest",
+    "sp_size": "sequences over GPUs (Ulysses); without it, --seq with a GPU's part of one is the closest",
+}
+"""Sizes of Accelerate's other parallelism, and what it cuts."""
 _REPLICAS = "parallelism_config_dp_replicate_size"
 
 
 def _groups(written: Node, processes: Node | None, *, is_sharded: bool) -> dict[str, Node]:
     """Replicas of shards, as ``parallelism_config`` says them, among the keys of ``fsdp_config``. They are the mesh of
     ``fully_shard`` (``fsdp_dim_names`` of ``parallelism_config.py``), must come to all processes
-    (``_validate_accelerator``), and are for FSDP 2 alone (``_validate_launch_command``)."""
+    (``_validate_accelerator``), and are for FSDP 2 alone; sequences are cut by DeepSpeed, too
+    (``_validate_launch_command``). Where all sizes are 1 nothing is asked for."""
     section = written.mapping.get("parallelism_config")
     if section is None or not section.mapping:
         return {}
-    if not is_sharded:
-        raise section.lacks("parallelism_config", "must be left out: Accelerate takes it with FSDP 2 alone")
     given = {key.removeprefix("parallelism_config_"): node for key, node in section.mapping.items()}
     sizes = {name: given.get(name, Node(1, section.origin)) for name in ("dp_replicate_size", "dp_shard_size")}
     for name in (*sizes, *_NO_GROUPS):
@@ -185,9 +196,14 @@ def _groups(written: Node, processes: Node | None, *, is_sharded: bool) -> dict[
         if type(size.value) is not int or size.value < 1:
             raise size.wrong(name, "must be a whole number from 1 on")
         if name in _NO_GROUPS and size.value > 1:
-            raise size.wrong(name, "must be 1: of Accelerate's parallelism replicas of shards are modelled alone")
+            problem = "must be 1: of Accelerate's parallelism replicas of shards are modelled alone; it cuts "
+            raise size.wrong(name, problem + _NO_GROUPS[name])
     total = math.prod(size.value for size in sizes.values() if isinstance(size.value, int))
-    if processes is not None and total not in (1, processes.value):
+    if total == 1:
+        return {}
+    if not is_sharded:
+        raise section.lacks("parallelism_config", "must be left out: Accelerate takes it with FSDP 2 alone")
+    if processes is not None and total != processes.value:
         raise section.lacks(
             "parallelism_config",
             f"comes to {total} GPUs, and num_processes is {processes.plain()}: Accelerate stops where they differ",

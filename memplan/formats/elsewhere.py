@@ -2,142 +2,27 @@
 
 from __future__ import annotations
 
-from ..values import NamedTuple
+from .elsewhere_commands import GRPO, LITGPT, OF_SCRIPTS
+from .in_flags import Elsewhere
 
-
-class Elsewhere(NamedTuple):
-    """A tool whose configurations are not read."""
-
-    name: str
-    marks: tuple[str, ...]
-    """As of ``Format``, at the top or one level below."""
-    flags: tuple[tuple[str, str], ...] = ()
-    """Keys, dotted where they are below the top, and the flags here that say the same; one with a value of its own
-    stands for a key that is on."""
-    before: str = ""
-    """Flags that every file of it comes to."""
-    shortened: str = ""
-    """What is cut off the front of a value, as a regular expression."""
-    implied: tuple[tuple[str, str, str], ...] = ()
-    """Keys, what their value begins with, and flags that this means."""
-    unmodelled: tuple[tuple[str, str, str], ...] = ()
-    """Keys, what their value begins with, and what is trained then that no flag says."""
-    recipe: str = ""
-    """A regular expression of what Python files of it call, and of the model's name in that."""
-    instead: str = ""
-    """What to give in its place, where that is no flags."""
-    files: tuple[str, ...] = ()
-    """Keys whose value may be a file of JSON that is read: the first one is given beside the flags."""
-
-
-_GRPO = "--trainer grpo --generation-memory SIZE"
-"""Nothing of a configuration says what generation keeps beside the training."""
+_OF_MCORE = "engine.override_transformer_config"
+_SEQUENCE = "--sequence-parallel"
 _NEOX = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "data_impl", "rotary_pct", "train_data_paths")
-OF_SCRIPTS = Elsewhere(
-    "a script",
-    (),
-    (
-        ("model_name_or_path", "--model"),
-        ("model_name", "--model"),
-        ("max_seq_length", "--seq"),
-        ("max_seq_len", "--seq"),
-        ("max_length", "--seq"),
-        ("max_len", "--seq"),
-        ("data.max_len", "--seq"),
-        ("max_context_width", "--seq"),
-        ("context_length", "--seq"),
-        ("block_size", "--seq"),
-        ("pretrain", "--model"),
-        ("model", "--model"),
-        ("model.model_name_or_path", "--model"),
-        ("per_device_train_batch_size", "--mbs"),
-        ("batch_size", "--mbs"),
-        ("batch_size_training", "--mbs"),
-        ("micro_train_batch_size", "--mbs"),
-        ("train.micro_batch_size", "--mbs"),
-        ("train.batch_size", "--gbs"),
-        ("ds.zero_stage", "--zero"),
-        ("model.gradient_checkpointing_enable", "--recompute full"),
-        ("gradient_accumulation_steps", "--accumulation"),
-        ("zero_stage", "--zero"),
-        ("lora_r", "--lora-rank"),
-        ("lora_rank", "--lora-rank"),
-        ("lora_dim", "--lora-rank"),
-        ("gradient_checkpointing", "--recompute full"),
-    ),
-    before="--gpus N",
-    implied=(
-        *(
-            (one, "True|4bit|int4", "--quantisation nf4")
-            for one in ("load_in_4bit", "use_4bit_quantization", "use_qlora", "quantization")
-        ),
-        ("deepspeed", r"(?!(?i:none|false|0)$)(?!.*\.json$)", "--framework deepspeed --zero N"),
-    ),
-    files=("deepspeed_config", "ds_config", "deepspeed"),
-    unmodelled=tuple(
-        (one, "", "it trains an actor and a critic beside other models (PPO)")
-        for one in ("critic_model_name_or_path", "critic.model_name_or_path", "critic.num_nodes")
-    ),
-)
-"""Of a training script with arguments of its own: what many call so."""
-OF_MEGATRON = Elsewhere(
-    "ms-swift's Megatron",
-    (),
-    (
-        ("model", "--model"),
-        ("tensor_model_parallel_size", "--tp"),
-        ("pipeline_model_parallel_size", "--pp"),
-        ("context_parallel_size", "--cp"),
-        ("expert_model_parallel_size", "--ep"),
-        ("sequence_parallel", "--sequence-parallel "),
-        ("micro_batch_size", "--mbs"),
-        ("global_batch_size", "--gbs"),
-        ("max_length", "--seq"),
-        ("recompute_granularity", "--recompute"),
-        ("fp8_recipe", "--fp8"),
-        ("lora_rank", "--lora-rank"),
-    ),
-    before="--framework megatron --zero 1 --gpus N",
-)
-LITGPT = Elsewhere(
-    "LitGPT",
-    ("lora_query", "logger_name"),
-    (
-        ("checkpoint_dir", "--model"),
-        ("train.micro_batch_size", "--mbs"),
-        ("train.global_batch_size", "--gbs"),
-        ("train.max_seq_length", "--seq"),
-        ("lora_r", "--lora-rank"),
-        ("devices", "--gpus"),
-    ),
-    shortened="checkpoints/",
-    implied=(("quantize", "bnb.nf4", "--quantisation nf4"),),
-)
-OF_FILES = Elsewhere("", (), instead="give the file of its configuration, as it is copied or downloaded")
-"""Of a command that names a configuration."""
-OF_UNSLOTH = Elsewhere(
-    "Unsloth",
-    (),
-    (
-        ("model_name", "--model"),
-        ("max_seq_length", "--seq"),
-        ("max_length", "--seq"),
-        ("per_device_train_batch_size", "--mbs"),
-        ("gradient_accumulation_steps", "--accumulation"),
-        ("r", "--lora-rank"),
-        ("target_modules", "--lora-targets"),
-        ("max_completion_length", "--completion-length"),
-        ("optim", "--optimizer"),
-        ("use_gradient_checkpointing", "--recompute full"),
-    ),
-    implied=(
-        ("load_in_4bit", "True", "--quantisation nf4"),
-        ("DPOTrainer", "", "--trainer dpo"),
-        ("GRPOTrainer", "", _GRPO),
-    ),
-)
-"""Keywords of its notebooks."""
+_OF_TUNE = "--framework fsdp --fsdp-parameters bf16 --fsdp-reduce bf16 --gpus N"
+"""torchtune's distributed recipes: ``fully_shard`` without mixed precision, of a model made in ``dtype``, which is bf16
+(``torchtune/training/_distributed.py``, ``shard_model``); files of those for one GPU are called so."""
+_BY_JAX = "memplan plans PyTorch alone: say the same job of PyTorch in flags (memplan estimate --help)"
 ELSEWHERE = (
+    Elsewhere(
+        "a configuration of MaxText, which trains by JAX",
+        ("base_emb_dim", "base_num_decoder_layers", "remat_policy", "scan_layers", "ici_fsdp_parallelism"),
+        instead=_BY_JAX,
+    ),
+    Elsewhere(
+        "a configuration of Levanter, which trains by JAX",
+        ("tensor_parallel_axes", "initialize_from_hf", "num_train_steps", "tracker"),
+        instead=_BY_JAX,
+    ),
     Elsewhere(
         "torchtune",
         ("_component_",),
@@ -155,11 +40,12 @@ ELSEWHERE = (
         ),
         shortened=r"(?:[\w]+\.)+(?:q?lora_)?",
         implied=(
-            ("fsdp_cpu_offload", "", "--framework fsdp --gpus N"),
+            ("_file_", r"(?!.*(?:single_device|eval|generat|quant))", _OF_TUNE),
+            ("optimizer.fused", "True", "--optimizer-implementation fused"),
             ("model._component_", r".*\.qlora_", "--quantisation nf4"),
             ("loss._component_", r".*\.DPOLoss", "--trainer dpo"),
             ("model.apply_lora_to_mlp", "True", "--lora-targets q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
-            ("loss._component_", r".*\.GRPO", _GRPO),
+            ("loss._component_", r".*\.GRPO", GRPO),
         ),
         unmodelled=(
             ("policy_model", "", "it trains an actor and a critic beside other models (PPO)"),
@@ -169,6 +55,8 @@ ELSEWHERE = (
             ("enable_activation_offloading", "True", "it keeps activations on the host (enable_activation_offloading)"),
             ("fsdp_cpu_offload", "True", "it keeps parameters on the host (fsdp_cpu_offload)"),
             ("enable_fp8_training", "True", "it trains in float8"),
+            ("compile", "True", "it compiles layers of its own (compile)"),
+            ("_file_", r".*(?:eval|generat|quantization)", "it trains nothing"),
             ("tensor_parallel_dim", "[2-9]|1.", "it cuts layers over GPUs (tensor_parallel_dim)"),
             ("context_parallel_dim", "[2-9]|1.", "it cuts sequences over GPUs (context_parallel_dim)"),
         ),
@@ -241,8 +129,9 @@ ELSEWHERE = (
         before="--model NAME",
         implied=(
             ("policy.megatron_cfg.enabled", "True", "--framework megatron"),
+            ("policy.megatron_cfg.optimizer.use_distributed_optimizer", "True", "--zero 1"),
             ("policy.dtensor_cfg.enabled", "True", "--framework fsdp"),
-            ("grpo", "", _GRPO),
+            ("grpo", "", GRPO),
             ("dpo", "", "--trainer dpo"),
             ("rm", "", "--trainer reward"),
         ),
@@ -269,7 +158,8 @@ ELSEWHERE = (
             ("data.micro_batch_size", "--mbs"),
             ("data.global_batch_size", "--gbs"),
         ),
-        before="--framework megatron",
+        before="--framework megatron --zero 1",  # distributed_fused_adam_with_cosine_annealing
+        asks=("--tp", "--pp", "--cp", "--mbs", "--gbs", "--seq"),  # the recipe's own
         implied=(("peft_scheme", "lora", "--lora-rank 32"),),
         recipe=r"\bllm\.(\w+)\.(?:pretrain|finetune)_recipe\b",
     ),
@@ -277,6 +167,8 @@ ELSEWHERE = (
         "NeMo",
         ("mcore_gpt", "encoder_seq_length", "megatron_amp_O2", "exp_manager"),
         (
+            ("trainer.num_nodes", "--nodes"),
+            ("trainer.devices", "--gpus-per-node"),
             ("model.tensor_model_parallel_size", "--tp"),
             ("model.pipeline_model_parallel_size", "--pp"),
             ("model.context_parallel_size", "--cp"),
@@ -290,8 +182,22 @@ ELSEWHERE = (
             ("model.num_query_groups", "--kv-heads"),
             ("model.sequence_parallel", "--sequence-parallel "),
             ("model.activations_checkpoint_granularity", "--recompute"),
+            ("model.activations_checkpoint_method", "--recompute-method"),
+            ("model.activations_checkpoint_num_layers", "--recompute-layers"),
+            ("model.virtual_pipeline_model_parallel_size", "--vpp"),
+            ("model.expert_model_parallel_size", "--ep"),
         ),
-        before="--framework megatron --model NAME --gpus N",
+        before="--framework megatron --model NAME",
+        asks=("--nodes", "--gpus-per-node"),
+        implied=(
+            ("model.optim.name", "distributed_fused_adam", "--zero 1"),
+            ("model.fp8", "True", "--fp8 delayed"),
+            ("trainer.precision", "bf16", ""),
+            ("model.peft.peft_scheme", "lora", "--lora-rank 32"),
+        ),
+        unmodelled=(
+            ("model.peft.peft_scheme", "adapter|ptuning|ia3", "it trains adapters of another kind (peft_scheme)"),
+        ),
     ),
     Elsewhere(
         "GPT-NeoX",
@@ -313,6 +219,7 @@ ELSEWHERE = (
             for name in dict.fromkeys((one, one.replace("_", "-")))
         ),
         before="--framework megatron-deepspeed --model NAME --gpus N",
+        implied=(("output_layer_parallelism", "column", ""), ("output-layer-parallelism", "column", "")),
     ),
     Elsewhere(
         "LLaMA-Factory v1",
@@ -323,8 +230,11 @@ ELSEWHERE = (
             ("global_batch_size", "--gbs"),
             ("cutoff_len", "--seq"),
             ("peft_config.r", "--lora-rank"),
+            ("enable_activation_checkpointing", "--recompute full"),
         ),
         before="--gpus N",
+        files=("dist_config.config_file",),
+        otherwise=(("enable_activation_checkpointing", "--recompute full"),),
         implied=(
             ("dist_config.name", "fsdp2", "--framework fsdp"),
             ("dist_config.name", "deepspeed", "--framework deepspeed --zero N"),
@@ -334,6 +244,7 @@ ELSEWHERE = (
         ),
         unmodelled=(
             ("peft_config.name", "freeze", "it trains a few layers alone"),
+            ("dist_config.name", "fsdpturbo", "it shards experts by a library of its own (fsdpturbo)"),
             ("optim_config.name", "muon", "it trains by Muon"),
             ("cp_size", "[2-9]|1.", "it cuts sequences over GPUs"),
         ),
@@ -351,8 +262,29 @@ ELSEWHERE = (
             ("max_seq_len", "--seq"),
             ("device_train_microbatch_size", "--mbs"),
             ("global_train_batch_size", "--gbs"),
+            ("fsdp_config.activation_checkpointing", "--recompute full"),
+            ("fsdp.activation_checkpointing", "--recompute full"),
+            ("peft_config.r", "--lora-rank"),
+            ("model.peft_config.r", "--lora-rank"),
         ),
-        before="--framework fsdp --model NAME --gpus N",
+        before="--framework fsdp --fsdp-version 1 --fsdp-reduce bf16 --model NAME --gpus N",
+        implied=(
+            ("precision", "amp_bf16", ""),
+            *(
+                (f"{section}.{key}", value, flags)
+                for section in ("fsdp_config", "fsdp")
+                for key, value, flags in (
+                    ("sharding_strategy", "FULL_SHARD", ""),
+                    ("mixed_precision", "PURE", ""),  # parameters in fp32, gathered and reduced in 16 bits
+                    ("sharding_strategy", "SHARD_GRAD_OP", "--no-reshard-after-forward"),
+                    ("backward_prefetch", "BACKWARD_PRE", "--fsdp-backward-prefetch pre"),
+                )
+            ),
+        ),
+        unmodelled=(
+            ("fsdp_config.activation_cpu_offload", "True", "it keeps activations on the host (activation_cpu_offload)"),
+            ("fsdp_config.cpu_offload", "True", "it keeps parameters on the host (cpu_offload)"),
+        ),
     ),
     Elsewhere(
         "OLMo-core",
@@ -381,28 +313,44 @@ ELSEWHERE = (
         (
             ("model.model_config.num_hidden_layers", "--layers"),
             ("model.model_config.hidden_size", "--hidden"),
+            ("model.model_config.intermediate_size", "--ffn"),
             ("model.model_config.num_attention_heads", "--heads"),
+            ("model.model_config.num_key_value_heads", "--kv-heads"),
+            ("model.model_config.vocab_size", "--vocab"),
             ("tokens.sequence_length", "--seq"),
             ("tokens.micro_batch_size", "--mbs"),
+            ("tokens.batch_accumulation_per_replica", "--accumulation"),
             ("parallelism.tp", "--tp"),
             ("parallelism.pp", "--pp"),
             ("parallelism.dp", "--dp"),
+            ("parallelism.context_parallel_size", "--cp"),
+            ("parallelism.expert_parallel_size", "--ep"),
+            ("parallelism.recompute_layer", "--recompute full"),
+            ("optimizer.zero_stage", "--zero"),
         ),
         before="--framework megatron --model NAME",
+        implied=(("parallelism.tp_mode", "REDUCE_SCATTER", _SEQUENCE), ("model.dtype", "bfloat16", "")),
     ),
     Elsewhere(
         "Open-Instruct",
-        ("use_slow_tokenizer", "dataset_mixer_list"),
+        ("use_slow_tokenizer", "dataset_mixer_list", "mixer_list"),
         OF_SCRIPTS.flags,
         before=OF_SCRIPTS.before,
-        implied=(("num_samples_per_prompt_rollout", "", _GRPO),),
+        asks=OF_SCRIPTS.asks,
+        implied=(*OF_SCRIPTS.implied, ("num_samples_per_prompt_rollout", "", GRPO)),
+        files=OF_SCRIPTS.files,
     ),
     Elsewhere(
         "llama-cookbook",
         ("enable_fsdp", "peft_method", "batch_size_training"),
         OF_SCRIPTS.flags,
         before=OF_SCRIPTS.before,
-        implied=(*OF_SCRIPTS.implied, ("peft_method", "lora", "--lora-rank 8")),  # configs/peft.py
+        asks=OF_SCRIPTS.asks,
+        implied=(
+            *OF_SCRIPTS.implied,
+            ("peft_method", "lora", "--lora-rank 8"),  # configs/peft.py
+            ("enable_fsdp", "True", "--framework fsdp --recompute full"),  # configs/fsdp.py
+        ),
     ),
     LITGPT,
     Elsewhere(
@@ -420,7 +368,7 @@ ELSEWHERE = (
             ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "--tp"),
             ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "--pp"),
         ),
-        before=_GRPO,
+        before=GRPO,
         implied=(("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "", "--framework megatron"),),
         unmodelled=(("critic.model.path", "", "it trains an actor and a critic beside other models (PPO)"),),
     ),
@@ -433,16 +381,57 @@ ELSEWHERE = (
             ("data.micro_batch_size_per_gpu", "--mbs"),
             ("model.lora_rank", "--lora-rank"),
             ("model.enable_gradient_checkpointing", "--recompute full"),
+            ("model.use_liger", "--liger"),
         ),
         before="--framework fsdp --gpus N",
+        otherwise=(
+            ("model.enable_gradient_checkpointing", "--recompute full"),
+            ("data.max_length", "--seq 1024"),
+            ("data.micro_batch_size_per_gpu", "--mbs 4"),
+        ),
+        unmodelled=(
+            ("ulysses_sequence_parallel_size", "[2-9]|1.", "it cuts sequences over GPUs"),
+            ("model.fsdp_config.cpu_offload", "True", "it keeps parameters on the host (cpu_offload)"),
+        ),
     ),
     Elsewhere(
-        "a checkpoint's weights",
+        "verl",
+        ("max_token_len_per_gpu", "use_dynamic_bsz"),
+        (
+            ("model.path", "--model"),
+            ("data.max_token_len_per_gpu", "--seq"),
+            ("model.lora_rank", "--lora-rank"),
+            ("model.enable_gradient_checkpointing", "--recompute full"),
+            ("engine.tensor_model_parallel_size", "--tp"),
+            ("engine.pipeline_model_parallel_size", "--pp"),
+            ("engine.context_parallel_size", "--cp"),
+            ("engine.expert_model_parallel_size", "--ep"),
+            (f"{_OF_MCORE}.recompute_granularity", "--recompute"),
+            (f"{_OF_MCORE}.recompute_method", "--recompute-method"),
+            (f"{_OF_MCORE}.recompute_num_layers", "--recompute-layers"),
+        ),
+        before="--gpus N --mbs 1",
+        otherwise=(
+            # Megatron's engine has recompute of its own, and scripts of it say how layers are cut.
+            ("model.enable_gradient_checkpointing|engine.tensor_model_parallel_size", "--recompute full"),
+            ("data.max_token_len_per_gpu", "--seq 8192"),
+            ("engine", "--framework fsdp"),
+        ),
+        implied=(("engine", "fsdp", "--framework fsdp"), ("engine", "megatron", "--framework megatron --zero 1")),
+        unmodelled=(
+            ("engine", "(?!fsdp|megatron)", "it trains by an engine of another kind"),
+            ("engine.ulysses_sequence_parallel_size", "[2-9]|1.", "it cuts sequences over GPUs"),
+            ("engine.optimizer_offload", "True", "it keeps the optimizer's states on the host (optimizer_offload)"),
+            ("engine.param_offload", "True", "it keeps parameters on the host (param_offload)"),
+        ),
+    ),
+    Elsewhere(
+        "a checkpoint's weights, and no configuration",
         ("weight_map",),
         instead="give the config.json beside it, or name the model (--model)",
     ),
     Elsewhere(
-        "a layer over other files (defaults)",
+        "a layer over other files (defaults), and no configuration",
         ("defaults",),
         instead="say the job in flags (memplan estimate --help)",
     ),

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from ..plan.errors import Node, one_line
+from ..plan.errors import Node, one_line, shown
 from ..plan.hub import twin
-from .elsewhere import Elsewhere
+from ..plan.read import SAVED
+from ..values import NamedTuple
+
+
+class Elsewhere(NamedTuple):
+    """A tool whose configurations are not read."""
+
+    name: str
+    marks: tuple[str, ...]
+    """As of ``Format``, at the top or one level below."""
+    flags: tuple[tuple[str, str], ...] = ()
+    """Keys, dotted where they are below the top, and the flags here that say the same; one with a value of its own
+    stands for a key that is on."""
+    before: str = ""
+    """Flags that every file of it comes to."""
+    shortened: str = ""
+    """What is cut off the front of a value, as a regular expression."""
+    implied: tuple[tuple[str, str, str], ...] = ()
+    """Keys, what their value begins with, and flags that this means."""
+    unmodelled: tuple[tuple[str, str, str], ...] = ()
+    """Keys, what their value begins with, and what is trained then that no flag says; ``a!b`` is a where b is off."""
+    otherwise: tuple[tuple[str, str], ...] = ()
+    """Keys that are on where a configuration leaves them out, and flags that this means; ``a|b`` is left out where both
+    are."""
+    asks: tuple[str, ...] = ()
+    """Flags that stand with N where a configuration says nothing of them: the tool's own default is not known."""
+    recipe: str = ""
+    """A regular expression of what Python files of it call, and of the model's name in that."""
+    instead: str = ""
+    """What to give in its place, where that is no flags."""
+    files: tuple[str, ...] = ()
+    """Keys whose value may be a file of JSON that is read: the first one is given beside the flags."""
 
 
 def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
     """What to give in place of a file of ``tool``, or of ``what`` is wrong."""
     if tool.instead:
-        return f"{what or f'is {tool.name}, and no configuration'}: {tool.instead}"
+        return f"{what or f'is {tool.name}'}: {tool.instead}"
     before = what or f"is a configuration of {tool.name}, which is not read"
     for key, begins, why in tool.unmodelled:
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value)):
@@ -24,21 +56,67 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         for key, begins, flags in tool.implied
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value))
     ]
+    means += [flags for keys, flags in tool.otherwise if all(_at(written, key) is None for key in keys.split("|"))]
+    means += [f"{flag} N" for flag in tool.asks if flag not in given]
     if "--tp" not in given or given["--tp"].value == 1:  # Megatron turns it off then
-        said = [one for one in said if one != "--sequence-parallel"]
+        said, means = ([one for one in part if one != "--sequence-parallel"] for part in (said, means))
     named = any(one.startswith("--model") for one in said)
     always = tool.before.replace("--model NAME", "").replace("  ", " ").strip() if named else tool.before
+    if (gpus := _at(written, "_gpus_")) is not None:
+        always = always.replace("--gpus N", f"--gpus {gpus.plain()}")
     file = next((one for key in tool.files if (one := _file(_at(written, key)))), "")
     if file or "--zero" in given:  # says the stage
         means = [one.replace(" --zero N", "") for one in means]
     same = " ".join(one for one in (file, always, *said, *means) if one)
-    return f"{before}: say the job in flags" + (
-        f": memplan estimate {same}" if said or file else " (memplan estimate --help)"
+    left = _left(tool, written) if said or file else []
+    return (
+        f"{before}: say the job in flags"
+        + (f": memplan estimate {same}" if said or file else " (memplan estimate --help)")
+        + (f", beside what these flags do not say: {', '.join(left)}" if left else "")
     )
 
 
+_WEIGHS = re.compile(
+    "(?i)offload|lora_dim|lora_module|only_optimize|shard|zero_|recompute|activ.*checkpoint|checkpoint.*activ|fp8|quanti"
+    "|[48]bit|liger|^compile|torch_compile|parallel|ulysses|precision|dtype|remove_padding|packing_|freeze|partition"
+    "|attention_config|attn_impl"
+)
+"""What keys are called of which memory depends."""
+_FEW = 6
+
+
+def _left(tool: Elsewhere, written: Node) -> list[str]:
+    """What ``written`` says of memory and nothing of ``tool`` stands for, as ``key=value``."""
+    taken = {*tool.files, *(part for key, _ in tool.flags for part in key.split("+"))}
+    found = [
+        one_line(f"{key}={shown(node.plain())}")
+        for key, node in _leaves(written)
+        if key not in taken and _WEIGHS.search(key.rpartition(".")[2])
+        if (node.value is True or node.value not in _OFF) and not key.startswith("_")
+        if not any(key == one and re.match(begins, str(node.value)) for one, begins, _ in tool.implied)
+    ]
+    return [*found[:_FEW], *(["…"] if len(found) > _FEW else [])]
+
+
+_OFF = (None, False, 0, 1, "", "none", "None", "no", "false", "False", "auto", "null", [], {}, SAVED)
+"""Values that turn nothing on; a size of 1 cuts nothing. ``True`` is 1, too, and no size."""
+
+
+def _leaves(node: Node, before: str = "") -> Iterator[tuple[str, Node]]:
+    """Keys of ``node`` that hold no mapping, dotted where they are below the top."""
+    for key, inner in node.mapping.items():
+        if inner.mapping:
+            yield from _leaves(inner, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", inner
+
+
 def _at(written: Node, path: str, *seen: str) -> Node | None:
-    """What ``written`` says at ``path``, or the sum of what it says at several: ``a.b+a.c``."""
+    """What ``written`` says at ``path``, or the sum of what it says at several, ``a.b+a.c``; of ``a!b`` what stands at
+    a unless b is on."""
+    if "!" in path:
+        path, _, other = path.partition("!")
+        return None if (node := _at(written, other)) is not None and node.value is True else _at(written, path)
     if "+" in path:
         parts = [_at(written, part) for part in path.split("+")]
         whole = [part.value for part in parts if part is not None and isinstance(part.value, int)]
@@ -48,10 +126,23 @@ def _at(written: Node, path: str, *seen: str) -> Node | None:
     return _at(written, named[1], path, *seen) if named is not None and named[1] not in (path, *seen) else node
 
 
-def with_engine(written: Node, by_deepspeed: bool) -> Node:
-    """``written``, arguments of a script, with what its launcher says: DeepSpeed's starts what DeepSpeed shards."""
-    said = {"deepspeed": Node(True, written.origin)} if by_deepspeed else {}
-    return written.with_items({**said, **written.mapping})
+def started_as(
+    written: Node, called: str, by_deepspeed: bool, gpus: Node | None = None, stage: Node | None = None
+) -> Node:
+    """``written``, arguments of a script, with what is known beside them: what its launch file and it are ``called``,
+    whether DeepSpeed shards what it trains, at which ``stage``, and on how many ``gpus``."""
+    folders = called.split("/")
+    said = {
+        "_called_": Node("/".join(folders[-_NEAR:]), written.origin),
+        "_gpus_": gpus,
+        "deepspeed": Node(True, written.origin) if by_deepspeed else None,
+        "zero_stage": stage,
+    }
+    return written.with_items({**{key: node for key, node in said.items() if node is not None}, **written.mapping})
+
+
+_NEAR = 6
+"""Names of folders that say what a script trains (``step2_dpo_finetuning/training_scripts/llama2/run.sh``)."""
 
 
 def _file(node: Node | None) -> str:

@@ -21,9 +21,10 @@ from ..plan.errors import ABSENT, Node, Origin, PlanError, one_line, refused, sc
 from ..plan.notes import Note
 from ..plan.text import is_there, path_of, read_text
 from ..values import dataclass
-from .elsewhere import ELSEWHERE, LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS, Elsewhere
+from .elsewhere import ELSEWHERE
+from .elsewhere_commands import LITGPT, OF_FILES, OF_MEGATRON, OF_SCRIPTS
 from .hostfile import hosts_of
-from .in_flags import in_flags, with_engine
+from .in_flags import Elsewhere, in_flags, started_as
 from .settings import taken_apart
 
 _SOURCED = (".sh", ".bash", ".slurm", ".sbatch", ".env", ".conf", ".cfg")
@@ -389,7 +390,11 @@ def _script_of(words: Sequence[Value], is_mark: IsMark) -> int | None:
     if first is None or any(one in _IDLE for one in pairs[:first]):
         return None
     files = [n for n, word in enumerate(words[: first + 1]) if _SCRIPT.fullmatch(text(word))]
-    modules = [n + 1 for n, word in enumerate(words[: first - 1]) if text(word) in RUNNERS]
+    modules = [
+        n + 1
+        for n, word in enumerate(words[: first - 1])
+        if text(word) in RUNNERS and not text(words[n + 1]).startswith("-")  # a flag's value: --model_author swift
+    ]
     return next(iter(files[-1:] or modules[-1:]), None)
 
 
@@ -441,7 +446,8 @@ def _no_training(reading: Reading, source: str) -> PlanError:
         run, at, said = found
         script, names = reading.ledger.shown(run.words[at]), ", ".join([*said.mapping][:5])
         what = f"starts no training that can be read: {script} takes arguments of its own ({names})"
-        given = with_engine(said, any(text(word).rpartition("/")[2] == "deepspeed" for word in run.words[:at]))
+        by_deepspeed = any(text(word).rpartition("/")[2] == "deepspeed" for word in run.words[:at])
+        given = started_as(said, f"{source}/{script}", by_deepspeed=by_deepspeed)
         return wrong_at(run.origin, in_flags(OF_SCRIPTS, given, what))
     if reading.perhaps:
         return _depends(reading.perhaps[0])

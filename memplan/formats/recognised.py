@@ -153,7 +153,8 @@ def format_of(written: Node) -> str | None:
     inner = {key for node in written.mapping.values() for key in node.mapping}
     for tool in ELSEWHERE:
         if (keys | inner) & {*tool.marks}:
-            raise wrong_at(written.origin.source, in_flags(tool, written))
+            named = written.with_items({"_file_": Node(written.origin.source, written.origin)})
+            raise wrong_at(written.origin.source, in_flags(tool, named))
     if are_overrides(written):
         return "megatron-bridge"
     if not keys & {"_target_", *SWIFT} and keys & {"model", "framework", "extends"}:

@@ -30,6 +30,30 @@ SWIFT = (
 )
 SWIFT += "--global_batch_size 16 --max_length 2048\n"
 
+FOUNDRY = """\
+max_seq_len: 2048
+global_train_batch_size: 64
+device_train_microbatch_size: 1
+precision: amp_bf16
+model: {pretrained_model_name_or_path: meta-llama/Meta-Llama-3-8B}
+fsdp_config: {sharding_strategy: FULL_SHARD, mixed_precision: PURE, activation_checkpointing: true}
+"""
+VERL = (
+    "torchrun -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=Qwen/Qwen3-8B data.train_files=x data.val_files=y"
+)
+CHAT = "main.py --model_name_or_path facebook/opt-1.3b --data_split 2,4 --deepspeed --zero_stage 2 --max_seq_len 512"
+CHAT += " --per_device_train_batch_size 4 --lora_dim 8 --lora_module_name decoder.layers."
+NANOTRON = """\
+data_stages: []
+model:
+  dtype: bfloat16
+  model_config: {num_hidden_layers: 4, hidden_size: 512, intermediate_size: 2048, num_attention_heads: 8,
+                 num_key_value_heads: 4, vocab_size: 4096}
+optimizer: {accumulate_grad_in_fp32: true, zero_stage: 1}
+parallelism: {dp: 2, pp: 1, tp: 2, tp_mode: REDUCE_SCATTER}
+tokens: {sequence_length: 1024, micro_batch_size: 3, batch_accumulation_per_replica: 2}
+"""
+
 OWN = "own.py --model_name gpt2 --max_length 512 --batch_size 2 --log_interval 10"
 
 
@@ -50,8 +74,25 @@ def told(capsys: pytest.CaptureFixture[str], place: Path, text: str) -> str:
             ["--quantisation nf4", "--lora-rank 8"],
         ),
         ("a.yaml", V1 + "kernel_config: {name: liger_kernel}\n", ["--liger"]),
+        (
+            "a.yaml",
+            V1,
+            ["--recompute full"],  # on unless said: v1/config/training_args.py
+        ),
+        (
+            "a.yaml",
+            FOUNDRY,
+            ["--fsdp-version 1", "--fsdp-reduce bf16", "--recompute full", "--mbs 1 --gbs 64"],
+        ),
+        ("a.sh", VERL, ["--framework fsdp --gpus N --model qwen3-8b", "--recompute full --seq 1024 --mbs 4"]),
+        ("a.sh", f"deepspeed {CHAT} --only_optimize_lora", ["--zero 2", "--lora-rank 8", "--mbs 4", "--seq 512"]),
+        (
+            "a.yaml",
+            NANOTRON,
+            ["--ffn 2048 --heads 8 --kv-heads 4 --vocab 4096", "--tp 2 --dp 2 --zero 1 --sequence-parallel"],
+        ),
         ("a.yaml", TUNE, ["--lora-targets q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"]),
-        ("a.yaml", TUNE + "fsdp_cpu_offload: False\n", ["--framework fsdp --gpus N"]),
+        ("a.yaml", TUNE, ["--framework fsdp --fsdp-parameters bf16 --fsdp-reduce bf16 --gpus N"]),
         (
             "a.py",
             UNSLOTH,
@@ -82,8 +123,9 @@ def test_what_is_suggested_says_all_and_runs(
     monkeypatch.chdir(tmp_path)
     Path("zero2.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}', encoding="utf-8")
     said = told(capsys, tmp_path / name, text)
-    same = said.partition("say the job in flags: memplan ")[2]
+    same = said.partition("say the job in flags: memplan ")[2].partition(", beside what")[0]
     assert all(flag in same for flag in flags), said
+    same = same.replace("--model NAME", "--model llama-3-8b")
     words = shlex.split(same.replace("--gpus N", "--gpus 8").replace("--zero N", "--zero 3").replace("SIZE", "8GiB"))
     assert main([*words, "--gpu=h100", "--json"]) in (0, 1)
     answer = json.loads(capsys.readouterr().out)
@@ -124,6 +166,117 @@ def test_what_no_flag_says_is_named(text: str, why: str, tmp_path: Path, capsys:
     said = told(capsys, tmp_path / "a.yaml", text)
     assert why in said
     assert said.endswith("which is not modelled either")
+
+
+NEMO = "model: {mcore_gpt: true, micro_batch_size: 1, global_batch_size: 64, encoder_seq_length: 2048, optim: {name: "
+NEMO += "distributed_fused_adam}, activations_checkpoint_granularity: full, activations_checkpoint_method: uniform, "
+NEMO += "activations_checkpoint_num_layers: 1}\ntrainer: {devices: 8, num_nodes: 2, precision: bf16}\n"
+RECIPE = "from nemo.collections import llm\nrecipe = llm.llama3_8b.pretrain_recipe(num_nodes=2, num_gpus_per_node=8)\n"
+ENGINE = (
+    "torchrun -m verl.trainer.sft_trainer model.path=Qwen/Qwen3-8B data.max_token_len_per_gpu=4096 engine={} optim={}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "same"),
+    [
+        (
+            "a.yaml",
+            NEMO,
+            "--framework megatron --model NAME --nodes 2 --gpus-per-node 8 --mbs 1 --gbs 64 --seq 2048 "
+            "--recompute full --recompute-method uniform --recompute-layers 1 --zero 1",
+        ),
+        (
+            "a.py",
+            RECIPE,
+            "--framework megatron --zero 1 --model llama-3-8b --nodes 2 --gpus-per-node 8 --tp N --pp N --cp N --mbs N "
+            "--gbs N --seq N",
+        ),
+        (
+            "a.sh",
+            ENGINE.format("fsdp", "fsdp"),
+            "--gpus N --mbs 1 --model qwen3-8b --seq 4096 --framework fsdp --recompute full",
+        ),
+        (
+            "a.sh",
+            f"{ENGINE.format('megatron', 'megatron')} engine.tensor_model_parallel_size=2",
+            "--gpus N --mbs 1 --model qwen3-8b --seq 4096 --tp 2 --framework megatron --zero 1",
+        ),
+    ],
+)
+def test_megatrons_distributed_optimizer_is_theirs_by_default(
+    name: str, text: str, same: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``distributed_fused_adam`` of NeMo, and what verl's Megatron engine wraps (``use_distributed_optimizer``)."""
+    assert told(capsys, tmp_path / name, text).endswith(f"say the job in flags: memplan estimate {same}")
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        (FOUNDRY, ""),
+        (FOUNDRY.replace("PURE", "DEFAULT"), "fsdp_config.mixed_precision=DEFAULT"),
+        (TUNE.replace("lora_rank: 8", "lora_rank: 8, quantize_base: true"), "model.quantize_base=true"),
+        (V1 + "gradient_offload: cpu\nmp_shard_size: 4\nuse_fp8: false\n", "gradient_offload=cpu, mp_shard_size=4"),
+    ],
+)
+def test_what_is_suggested_names_what_it_leaves_out(
+    text: str, left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, tmp_path / "a.yaml", text)
+    assert said.partition("beside what these flags do not say: ")[2] == left
+
+
+@pytest.mark.parametrize(
+    ("folder", "flags"),
+    [
+        ("step1_supervised_finetuning", ""),
+        ("step2_dpo_finetuning", "--trainer dpo"),
+        ("step2_reward_model_finetuning", "--trainer reward"),
+    ],
+)
+def test_a_folder_says_what_a_script_trains(
+    folder: str, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DeepSpeed-Chat's scripts of all steps start a ``main.py`` with the same arguments."""
+    place = tmp_path / folder / "training_scripts" / "opt"
+    place.mkdir(parents=True)
+    said = told(capsys, place / "run.sh", f"deepspeed {CHAT.partition(' --lora_dim')[0]}")
+    assert said.endswith(f"--framework deepspeed {flags}".strip())
+
+
+def test_adapters_beside_a_model_that_is_trained_are_not_lora(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``only_optimize_lora_parameters`` of DeepSpeed-Chat's ``main.py`` is called where the flag asks for it alone."""
+    assert "it trains the model beside its adapters" in told(capsys, tmp_path / "a.sh", f"deepspeed {CHAT}")
+
+
+def test_accelerates_launcher_says_who_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``scripts/finetune_with_accelerate.sh`` of Open-Instruct."""
+    (tmp_path / "zero3.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    launcher = "accelerate launch --num_processes 4 --use_deepspeed --deepspeed_config_file zero3.json"
+    said = told(
+        capsys,
+        tmp_path / "a.sh",
+        f"{launcher} finetune.py --model_name_or_path gpt2 --with_tracking --learning_rate 1e-5 --max_seq_length 1024",
+    )
+    assert said.endswith("memplan estimate --gpus 4 --model gpt2 --seq 1024 --zero 3 --framework deepspeed --mbs N")
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"),
+    [
+        ("base_emb_dim: 4096\nbase_num_decoder_layers: 32\n", "MaxText"),
+        ("model_name: llama3-8b\nremat_policy: full\nscan_layers: true\n", "MaxText"),
+        ("model: {type: llama, hidden_dim: 64}\ntrainer: {tracker: {}, mp: bf16, train_batch_size: 8}\n", "Levanter"),
+    ],
+)
+def test_jobs_of_jax_are_refused_as_such(
+    text: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, tmp_path / "a.yaml", text)
+    assert f"is a configuration of {tool}, which trains by JAX: memplan plans PyTorch alone" in said
 
 
 def test_what_is_off_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

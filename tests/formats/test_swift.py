@@ -97,10 +97,26 @@ def test_a_flag_names_another_optimizer_than_the_file(tmp_path: Path) -> None:
         ("--adapters output/checkpoint-100", "as large as their adapter_config.json says"),
         ("--trainable_parameters lm_head", "parameters chosen by name"),
         ("--experts_impl eager", "must be grouped_mm"),
-        ("--router_aux_loss_coef 1e-3", "the routers' loss keeps scores of all layers"),
+        ("--fsdp ./fsdp2.json", "names a file of FSDP's settings"),
+        ("--micro_batch_size 1", "memplan estimate --framework megatron --zero 1 --gpus N --model qwen2.5-7b"),
         ("--rlhf_type dpo", "--trainer dpo"),
     ],
 )
 def test_what_is_not_modelled_is_refused(words: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=problem):
         plan_of(f"{COMMAND} {words}", tmp_path)
+
+
+def test_routers_have_a_loss_where_there_are_any(tmp_path: Path) -> None:
+    """``rlhf_mixin.py``: ``aux_loss_enabled`` is of ``is_moe_model`` alone."""
+    asked = f"{COMMAND} --router_aux_loss_coef 1e-3"
+    assert plan_of(asked, tmp_path) == plan_of(COMMAND, tmp_path)
+    with pytest.raises(PlanError, match="must be left out of a model with experts"):
+        plan_of(asked.replace("Qwen2.5-7B-Instruct", "Qwen3-30B-A3B"), tmp_path)
+
+
+def test_a_name_of_swift_starts_nothing(tmp_path: Path) -> None:
+    """``--model_author swift`` of ``examples/megatron/fp8/lora.sh``, whose command is ``megatron sft``."""
+    text = "megatron sft --model Qwen/Qwen3-8B --model_author swift --model_name it --tuner_type lora --lora_rank 8\n"
+    with pytest.raises(PlanError, match="starts ms-swift's Megatron, whose command is not read"):
+        plan_of(text, tmp_path)

@@ -231,7 +231,7 @@ def test_launch_files_side_by_side(folder: Path, capsys: pytest.CaptureFixture[s
         (["own.sh"], "own.py takes arguments of its own (batch_size, seq_len, lr)"),
         (
             ["foundry.yaml"],
-            "memplan estimate --framework fsdp --gpus N --model llama-3.1-8b --seq 2048",
+            "estimate --framework fsdp --fsdp-version 1 --fsdp-reduce bf16 --gpus N --model llama-3.1-8b --seq 2048",
         ),
         (
             ["arctic.yaml"],

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from ...plan.errors import ABSENT, Node, PlanError
 from ..launch import Asked
+from .keys import OF_LOOPS_BY_HAND
 
 _GLUE = {"mnli": 3, "stsb": 1}
 """Labels of GLUE's tasks; of the others 2 (``text-classification/run_glue.py``)."""
@@ -21,13 +22,18 @@ _OTHERS = {
 _OTHER_INPUTS = re.compile(
     r"run_(?:image|audio|speech|semantic|instance|object|clip|mae|mim|wav2vec|xtreme|vit|vision)\w*"
 )
+BY_HAND = "_no_trainer"
+"""How example scripts end that train in a loop of their own with Accelerate."""
+_LOOP_BY_HAND: Mapping[str, object] = {"optim": "adamw_torch", "do_eval": True, "prediction_loss_only": True}
+"""What that loop does: ``torch.optim.AdamW`` as PyTorch makes it (foreach), where the Trainer takes the fused kernel,
+and an evaluation behind every epoch that keeps losses (``main`` of ``run_clm_no_trainer.py``)."""
 _ROWS = {"run_clm": 1024, "run_fim": 1024}
 """``block_size`` where a tokenizer takes more (``language-modeling/run_clm.py``)."""
 
 
 def said_by(called: str, written: Node, asked: Asked) -> Node:
     """The arguments ``written`` with what the example script ``called`` adds to them."""
-    name = called.removesuffix("_no_trainer")
+    name = called.removesuffix(BY_HAND)
     head = _OTHERS.get(name) or ("a model of images or sound" if _OTHER_INPUTS.fullmatch(name) else None)
     if head is not None:
         problem = (
@@ -41,6 +47,10 @@ def said_by(called: str, written: Node, asked: Asked) -> Node:
         added["block_size"] = Node(rows, written.origin)
     if name in _CLASSIFIERS and "labels" not in asked.names and "num_labels" not in written.mapping:
         added["num_labels"] = Node(_labels(name, written.mapping, written), written.origin)
+    if name != called:
+        by_hand = {key: Node(value, written.origin) for key, value in _LOOP_BY_HAND.items()}
+        rest = {key: node for key, node in written.mapping.items() if key not in OF_LOOPS_BY_HAND}
+        written = Node({**by_hand, **rest}, written.origin)
     return written.with_items(added)
 
 

@@ -155,8 +155,10 @@ WITHOUT_EFFECT = frozenset(
     remove_unused_columns label_names train_sampling_strategy group_by_length length_column_name
     ddp_find_unused_parameters ddp_broadcast_buffers ddp_backend ddp_timeout debug skip_memory_metrics
     do_train do_eval do_predict resume_from_checkpoint local_rank dataset_name dataset_config dataset_config_name
-    train_file validation_file max_train_samples max_eval_samples preprocessing_num_workers model_type tokenizer_name
-    cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache validation_split_percentage
+    train_file validation_file test_file low_cpu_mem_usage ignore_mismatched_sizes pad_to_max_length
+    max_predict_samples fim_rate fim_spm_rate max_train_samples max_eval_samples preprocessing_num_workers model_type
+    tokenizer_name cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache
+    validation_split_percentage
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
     eval_packing
     dataset_num_proc dataset_mixer dataset_mixture dataset_splits chat_template dataset_train_split dataset_test_split
@@ -167,3 +169,16 @@ WITHOUT_EFFECT = frozenset(
     """.split()  # noqa: SIM905 - a list this long would be a hundred lines
 )
 """Keys without effect on the memory of a training step; ``max_grad_norm`` is one, for the norm is always taken."""
+
+OF_LOOPS_BY_HAND = frozenset(
+    ("num_warmup_steps", "max_train_steps", "with_tracking", "checkpointing_steps", "use_slow_tokenizer")
+)
+"""Arguments without effect on memory of scripts that train in a loop of their own, as transformers'
+``run_*_no_trainer.py``."""
+OF_OWN_LOOPS = OF_LOOPS_BY_HAND | frozenset(
+    (
+        *("lora_dim", "lora_module_name", "only_optimize_lora", "zero_stage", "max_seq_len", "data_split"),
+        *("dropout", "actor_dropout", "deepspeed_config"),
+    )
+)
+"""Arguments that show such a loop: those, and some of DeepSpeed-Chat's ``main.py``."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from ...plan.errors import ABSENT, Node, Origin, PlanError, one_line, together, wrong_at
 from ...plan.text import is_there, read_text
 from ...values import dataclass
-from ..elsewhere import OF_UNSLOTH
+from ..elsewhere_commands import OF_UNSLOTH
 from ..in_flags import in_flags
 from ..launchers import IsMark, found_from
 from ..python_text import parsed_python

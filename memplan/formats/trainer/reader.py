@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -17,13 +18,14 @@ from ...frameworks import ROOMS as FRAMEWORKS, framework
 from ...plan.errors import ABSENT, Guesses, Node, PlanError, guessed, nearest, shown, together, wrong_at
 from ...plan.normalise import normalised
 from ...plan.notes import Note
-from ...plan.read import SAVED, Source
+from ...plan.read import SAVED, ReadPlan, Source
 from ...plan.text import folder_of, parse_yaml, path_of
 from ...plan.training_loops import TRAINING_LOOPS, TRANSFORMERS
 from ..accelerate import ds_file, file_named, mixed, shard, sharding_keys, with_precision, without_reentrance
 from ..deepspeed.reader import ds_config_in
-from ..elsewhere import ELSEWHERE, OF_SCRIPTS
-from ..in_flags import in_flags, with_engine
+from ..elsewhere import ELSEWHERE
+from ..elsewhere_commands import OF_SCRIPTS
+from ..in_flags import in_flags, started_as
 from ..launch import Asked, Launch, left_out
 from ..launchers import SEVERAL
 from ..recognised import is_python, is_script, source_at
@@ -31,11 +33,11 @@ from ..settings import Building, Keys, Reader, read_rows
 from . import axolotl, llama_factory, swift
 from .arguments import EVALUATION_OF_LOSS, Arguments, with_mappings
 from .examples import said_by
-from .keys import IDLE_BESIDE, LOADED_BY, NOTED, READ, REFUSED, WITHOUT_EFFECT
+from .keys import IDLE_BESIDE, LOADED_BY, NOTED, OF_OWN_LOOPS, READ, REFUSED, WITHOUT_EFFECT
 from .pins import pinned_by, told_by_keys, told_of
 from .python import script_in
 from .script import Started, started, with_launcher
-from .table import OPTIMIZER, PRECISION, ROWS, as_taken, autocast, loaded_in, plain
+from .table import OPTIMIZER, PRECISION, ROWS, as_taken, autocast, check_split, loaded_in, plain
 from .trl import Loop, as_loaded, loop_of, named_by_folder, named_by_keys, of_release
 
 
@@ -75,6 +77,7 @@ def launched(found: Started, asked: Asked) -> Launch:
     starts = found.script
     if dialect is not None:
         starts = dialect.starts(written) if hasattr(dialect, "starts") else ""
+        given = written
         is_whole = found.accelerate is None or not found.accelerate.shards
         written = dialect.translated(written, is_whole=is_whole, processes=_processes(found, asked))
         found = replace(found, arguments=written, script="")
@@ -101,6 +104,8 @@ def launched(found: Started, asked: Asked) -> Launch:
     unread = tuple(_unread(written, found, dialect, strict=asked.strict)) if loop.name in TRAINING_LOOPS else ()
     if found.said is not None and found.said.wrong is not None:
         raise found.said.wrong
+    if _processes(found, asked) > 1 or found.on_all or "dp" in asked.names:
+        check_split(reader.settings)
     if found.gpus is not None and not asked.names & {"gpus", "dp"}:
         building.put("hardware.gpus", found.gpus)
     if found.environment:
@@ -131,7 +136,14 @@ def launched(found: Started, asked: Asked) -> Launch:
     if dialect is None and not ("versions" in asked.names or "trl" in pins):
         of_releases += told_by_keys(written.mapping, TRAINING_LOOPS.get(loop.name, TRANSFORMERS))
     told_all = (*found.notes, *unread, *(Note(*note) for note in told), *of_releases)
-    return replace(launch, notes=(*told_all, *launch.notes))
+    finish = launch.finish
+    if hasattr(dialect, "check"):
+        finish = partial(_checked, launch.finish, partial(dialect.check, given))
+    return replace(launch, notes=(*told_all, *launch.notes), finish=finish)
+
+
+def _checked(finish: Callable[[ReadPlan], ReadPlan], check: Callable[[ReadPlan], ReadPlan], read: ReadPlan) -> ReadPlan:
+    return check(finish(read))
 
 
 def _in_precision(written: Node, dtype: Node) -> Node:
@@ -375,10 +387,10 @@ def _unread(written: Node, found: Started, dialect: ModuleType | None, *, strict
                 wrong.append(PlanError(key, plain(node), problem, origin=node.origin))
                 continue
         yield left_out(code, key, plain(node), problem, node.origin, strict=strict)
-    if found.script and len(wrong) >= SEVERAL:
+    if found.script and (len(wrong) >= SEVERAL or not OF_OWN_LOOPS.isdisjoint(one.field for one in wrong)):
         names = ", ".join(one.field for one in wrong[:5])
         what = f"starts {found.called}.py, which takes arguments of its own ({names}), and is not the Trainer's"
-        raise wrong_at(written.origin, in_flags(OF_SCRIPTS, with_engine(written, found.by_deepspeed), what))
+        raise wrong_at(written.origin, in_flags(OF_SCRIPTS, _beside(written, found), what))
     if wrong:
         raise together(wrong)
 
@@ -389,7 +401,17 @@ def _check_elsewhere(found: Started, written: Node) -> None:
     tool = next((one for one in ELSEWHERE if not keys.isdisjoint(one.marks)), None)
     if tool is not None:
         what = f"starts {found.called}, which is {tool.name}'s and not the Trainer's"
-        raise wrong_at(written.origin, in_flags(tool, written, what))
+        raise wrong_at(written.origin, in_flags(tool, _beside(written, found), what))
+
+
+def _beside(written: Node, found: Started) -> Node:
+    """``written``, arguments of a script of its own, with what its launcher says."""
+    launcher = found.accelerate
+    engine = launcher.deepspeed if launcher is not None else None
+    stage = engine.at("zero_optimization.stage") if engine is not None else None
+    shards = found.by_deepspeed or engine is not None
+    called = f"{written.origin.source}/{found.called}"
+    return started_as(written, called, by_deepspeed=shards, gpus=found.gpus, stage=stage)
 
 
 def _framework(found: Started, reader: Reader, asked: Asked) -> None:

@@ -27,6 +27,7 @@ from ..recognised import holds_arguments
 from ..settings import Given, needed, taken_apart
 from ..training_scripts import matters, with_unread
 from . import swift
+from .examples import BY_HAND
 from .keys import NOTED, READ, REFUSED, WITHOUT_EFFECT
 from .pins import Pins
 from .python import Script, UnreadError, positions_in, python_in, script_in, takes_arguments
@@ -106,7 +107,8 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> Started:
             "sft, dpo, kto, grpo, rloo, reward"
         )
         raise wrong_at(training.origin, problem)
-    if not (runners & {*RUNNERS} or arguments.mapping.keys() & TRAINS or any(script in one.scripts for one in LOOPS)):
+    named = script.endswith(BY_HAND) or any(script in one.scripts for one in LOOPS)
+    if not (named or runners & {*RUNNERS} or arguments.mapping.keys() & TRAINS):
         raise wrong_at(
             training.origin,
             f"starts {script}.py, whose arguments ({', '.join([*arguments.mapping][:6])}) say nothing of a training; "

@@ -11,7 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from ...plan.errors import Node, Value
+from ...plan.errors import Node, Value, wrong_at
+from ...plan.read import ReadPlan
+from ..elsewhere_commands import OF_MEGATRON
+from ..in_flags import in_flags
 
 MARKS = ("tuner_type", "train_type", "sft_type")
 """Keys of which each of its files has one: what releases 4, 3 and 2 call what is trained."""
@@ -53,7 +56,7 @@ _OWN = frozenset(
     tuner_type train_type sft_type target_modules lora_target_modules lora_dropout quant_method quant_bits
     quantization_bit bnb_4bit_quant_type bnb_4bit_use_double_quant packing padding_free packing_length deepspeed fsdp
     gradient_checkpointing gradient_checkpointing_kwargs eval_strategy gradient_accumulation_steps bf16 fp16
-    per_device_eval_batch_size
+    per_device_eval_batch_size router_aux_loss_coef
     """.split()  # noqa: SIM905
 )
 """Keys that are looked at below."""
@@ -69,7 +72,6 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "lisa_activated_layers": ((None, 0), "LISA is not modelled"),
         "optimizer": ((None,), "optimizers of ms-swift's plugins are not modelled; optim is"),
         "loss_type": ((None,), "losses of ms-swift's plugins are not modelled"),
-        "router_aux_loss_coef": ((None, 0, 0.0), "the routers' loss keeps scores of all layers, and is not modelled"),
         "enable_dft_loss": ((None, False), "its loss by token is not modelled"),
         "target_regex": ((None,), "targets by pattern are not modelled; target_modules are"),
         "freeze_parameters": ((None, [], ""), "parameters chosen by name are not modelled; --freeze-layers N is"),
@@ -93,6 +95,8 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     }
 )
 """Keys that change the estimate: values that do nothing, and why another value is refused."""
+_OF_MEGATRON = ("micro_batch_size", "tensor_model_parallel_size", "expert_model_parallel_size")
+"""Keys of ``megatron sft``, which trains by Megatron-Core."""
 _SHARED: Mapping[str, Value] = MappingProxyType({"contiguous_gradients": True, "overlap_comm": False})
 _STAGES: Mapping[str, Mapping[str, Value]] = MappingProxyType(
     {
@@ -120,6 +124,9 @@ KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
 def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     """The arguments that ``written`` comes to; ``is_whole`` where nothing beside them shards the model, over
     ``processes``."""
+    if not written.mapping.keys().isdisjoint(_OF_MEGATRON):
+        what = "is of ms-swift's Megatron, whose configuration is not read"
+        raise wrong_at(written.origin.source, in_flags(OF_MEGATRON, written, what))
     for key, (harmless, why) in _REFUSED.items():
         node = written.mapping.get(key)
         if node is not None and node.plain() not in harmless:
@@ -229,6 +236,8 @@ def _sharding(written: Node) -> _Found:
         yield "fsdp", "full_shard auto_wrap", sharded
         config = {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
         yield "fsdp_config", {key: Node(value, sharded.origin) for key, value in config.items()}, sharded
+    elif str(sharded.value).endswith(".json"):
+        raise sharded.wrong("fsdp", "names a file of FSDP's settings, which is not read: must be fsdp2, or left out")
     elif sharded.value:
         yield "fsdp", sharded.value, sharded
 
@@ -271,6 +280,18 @@ def _steps(written: Node, batch: Value, processes: int, *, is_whole: bool) -> _F
         yield "per_device_eval_batch_size", _of(written, "per_device_eval_batch_size", 1).value, strategy
 
 
+def check(written: Node, read: ReadPlan) -> ReadPlan:
+    """``read``, the plan of ``written``, with what depends on its model checked: without routers none has a loss."""
+    node = written.mapping.get(_ROUTERS)
+    model = read.plan.model
+    if node is not None and node.value not in (None, 0) and (model.experts or not model.has_sizes):
+        raise node.wrong(
+            _ROUTERS, "must be left out of a model with experts: their loss keeps scores of all layers: not modelled"
+        )
+    return read
+
+
+_ROUTERS = "router_aux_loss_coef"
 TOLD = (
     (
         "all-tokens-labelled",
@@ -284,4 +305,4 @@ TOLD = (
 )
 """What it does that depends on the data and on the checkpoint."""
 
-__all__ = ["KEYS", "MARKS", "TOLD", "translated"]
+__all__ = ["KEYS", "MARKS", "TOLD", "check", "translated"]

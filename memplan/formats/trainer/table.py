@@ -12,7 +12,7 @@ from ...plan.models import complete_model
 from ...plan.near_misses import OTHER_EXPERTS
 from ...plan.read import SAVED, TAKEN
 from ..exported import of_trainer
-from ..settings import Building, Reader, Row
+from ..settings import Building, Reader, Row, elsewhere
 from .arguments import Arguments
 from .keys import K_BIT, RESIZED
 
@@ -229,9 +229,10 @@ def _cut(reader: Reader) -> None:
 _VARLEN = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
-def _split(reader: Reader) -> None:
-    """``per_device_train_batch_size`` is that of all processes then (``training_args.py``)."""
-    config = reader.settings.node("accelerator_config")
+def check_split(arguments: Arguments) -> None:
+    """Refuses to split a batch over several GPUs: ``per_device_train_batch_size`` is that of all processes then
+    (``training_args.py``)."""
+    config = arguments.node("accelerator_config")
     split = config.mapping.get("split_batches") if config is not None and isinstance(config.value, dict) else None
     if split is not None and split.value is True:
         problem = (
@@ -333,7 +334,7 @@ ROWS = (
     Row("attn_implementation", "attention", kind="any"),
     Row("use_flash_attention_2", "attention", kind="switch", words={True: "flash_attention_2", False: "sdpa"}),
     Row("experts_implementation", "", read=_experts),
-    Row("accelerator_config", "", read=_split),
+    Row("accelerator_config", "", read=elsewhere),
     Row("packing", "attention", read=_packed),
     Row("activation_checkpointing", "recompute.mode", read=_recompute),
     Row("torch_compile", "compile", read=_compiled),

@@ -265,3 +265,31 @@ def test_unknown_keys_are_told_under_deepspeed_too(tmp_path: Path) -> None:
     place = str(tmp_path / "it.yaml")
     found = read_given(place, flags_of_launch(place, None), {"model": "gpt2", "mbs": "2"})
     assert any("my_own_setting" in note.message for note in found.warnings)
+
+
+def test_parallelism_of_ones_asks_for_nothing(tmp_path: Path) -> None:
+    """``accelerate config`` writes all sizes, whoever runs the model."""
+    ones = {"parallelism_config": {f"parallelism_config_{name}_size": 1 for name in ("tp", "cp", "sp", "dp_replicate")}}
+    for written in (FSDP, ZERO, {"distributed_type": "MULTI_GPU", "num_processes": 2}):
+        flags = {"model": "gpt2", "mbs": "2"}
+        assert read(tmp_path, {**written, **ones}, **flags) == read(tmp_path, written, **flags)
+
+
+@pytest.mark.parametrize(
+    ("name", "closest"),
+    [("tp_size", "--fsdp-code torchtitan --tp N"), ("cp_size", "--fsdp-newest --cp N"), ("sp_size", "Ulysses")],
+)
+def test_other_parallelism_is_told_what_is_closest(name: str, closest: str, tmp_path: Path) -> None:
+    for written in (FSDP, ZERO):
+        with pytest.raises(PlanError, match=f"{name} = 2: must be 1") as caught:
+            read(tmp_path, {**written, "parallelism_config": {name: 2}}, model="gpt2", mbs="1")
+        assert closest in str(caught.value)
+
+
+@pytest.mark.parametrize("said", [{}, {"num_processes": None}])
+def test_a_number_of_gpus_that_nobody_says_is_asked_for(said: dict[str, None], tmp_path: Path) -> None:
+    """``accelerate launch`` takes all GPUs of the machine then, and one GPU would be another job."""
+    written = {**{key: value for key, value in FSDP.items() if key != "num_processes"}, **said}
+    with pytest.raises(PlanError, match="needs --gpus N"):
+        read(tmp_path, written, model="gpt2")
+    assert read(tmp_path, written, model="gpt2", gpus="8") == read(tmp_path, FSDP, model="gpt2")

@@ -228,7 +228,6 @@ def test_a_piece_that_the_models_function_does_not_take_is_passed_over(
         ({"bf16": "yes"}, "true or false"),
         ({"optim": "sgd", "optim_args": "momentum=0.9,nesterov=True"}, "must be without nesterov"),
         ({"parallelism_config": {"tp_size": 2}}, "Accelerate's parallelism is not modelled around the Trainer"),
-        ({"accelerator_config": {"split_batches": True}}, "split_batches = true: must be false"),
         ({"optim": "sgd", "optim_args": "momentum=much"}, "must have a number as momentum"),
         (
             {"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}},
