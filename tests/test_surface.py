@@ -145,6 +145,14 @@ def test_a_suggestion_is_the_commands(capsys: pytest.CaptureFixture[str]) -> Non
     assert "frameworks" in chosen.to_dict()
 
 
+def test_what_is_left_open_is_left_to_the_search() -> None:
+    """``--mbs auto`` of the command line."""
+    job = {**JOB, "layers": 2, "gbs": 8}
+    left, opened = (memplan.suggest({**job}, **more, top=1).plan for more in ({}, {"mbs": "auto"}))
+    assert left is not None
+    assert left == opened
+
+
 @pytest.mark.usefixtures("here")
 def test_a_run_is_kept_as_the_commands(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

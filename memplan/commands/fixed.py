@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..plan.errors import Origin, PlanError, guessed, wrong_at
@@ -11,17 +11,22 @@ from ..plan.plan import Plan
 from ..plan.read import Flags
 from ..plan.spellings import OPEN
 
-AXES = frozenset(
+ALWAYS = frozenset(
     {
         *(f"layout.{name}" for name in ("tp", "pp", "dp", "cp", "vpp", "zero", "ep", "etp", "sequence_parallel")),
         "batch.mbs",
         *(f"recompute.{name}" for name in ("mode", "method", "layers", "modules")),
-        *(f"optimizer.{name}" for name in ("name", "implementation", "embeddings_32bit")),
-        *(f"optimizer.{name}" for name in ("precision_aware", "exp_avg", "exp_avg_sq")),
-        "loss.kind",
         *(f"pipeline.{name}" for name in ("partition", "first_layers", "last_layers", "layout", "group")),
         *(f"pipeline.{name}" for name in ("count_embedding", "count_loss")),
         "device_map",
+    }
+)
+"""Fields that every search chooses values of, by their paths."""
+AXES = ALWAYS | frozenset(
+    {
+        *(f"optimizer.{name}" for name in ("name", "implementation", "embeddings_32bit")),
+        *(f"optimizer.{name}" for name in ("precision_aware", "exp_avg", "exp_avg_sq")),
+        "loss.kind",
         "deepspeed.offload_optimizer",
         "deepspeed.offload_param",
         "fsdp.offload",
@@ -31,7 +36,7 @@ AXES = frozenset(
         "megatron.attention_mask_in_dataloader",
     }
 )
-"""Fields that a search chooses values of, by their paths."""
+"""Those, and fields that a search chooses values of where the plan leaves it others."""
 
 FIX = "--fix"
 _ORIGIN = Origin(FIX)
@@ -95,9 +100,9 @@ def without_open(flags: Flags) -> Flags:
     return {name: value for name, value in flags.items() if value not in OPEN or by_flag()[name].path not in AXES}
 
 
-def starts(flags: Flags, fixes: Mapping[str, str | None]) -> tuple[str, ...]:
-    """Flags whose values a search may change: ``mbs 8``."""
-    free = [name for name in flags if name not in fixes and by_flag()[name].path in AXES]
+def starts(flags: Flags, fixes: Mapping[str, str | None], chosen: Collection[str]) -> tuple[str, ...]:
+    """Flags whose values a search may change: ``mbs 8``; ``chosen`` are fields that it chose beside ``ALWAYS``."""
+    free = [name for name in flags if name not in fixes and by_flag()[name].path in {*ALWAYS, *chosen}]
     return tuple(f"{name} {flags[name]}" for name in free)
 
 

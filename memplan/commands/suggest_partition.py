@@ -210,7 +210,13 @@ def answered(
         unsaid.add("batch.gbs")
     added = flags_between(typed, found.best[0].plan, unsaid) if found.best else ""
     return Answer(
-        found, methods, notes, tuple(read.assumptions), offers=offers, started=starts(flags, fixes), flags=added
+        found,
+        methods,
+        notes,
+        tuple(read.assumptions),
+        offers=offers,
+        started=starts(flags, fixes, found.chosen_beside_layout),
+        flags=added,
     )
 
 

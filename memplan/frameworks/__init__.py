@@ -22,6 +22,8 @@ ROOMS = {
 
 OF_SIZE_ALONE = ("hardware.gpus", "layout.dp")
 """Fields that any framework takes: those by which a plan means one only if that has a recipe of its model."""
+SHARDING = "fsdp"
+"""What a plan of several GPUs means that says no more of them."""
 IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
     ("fsdp", (("fsdp",),)),
     ("ddp", (("ddp",),)),
@@ -37,7 +39,7 @@ IMPLIED_BY: tuple[tuple[str, tuple[tuple[str, ...], ...]], ...] = (
         ),
     ),
     ("deepspeed", (("layout.zero", "deepspeed"),)),
-    ("fsdp", (OF_SIZE_ALONE,)),
+    (SHARDING, (OF_SIZE_ALONE,)),
 )
 """Which framework a plan means that names none: the first of which, of each group of fields or sections, one is given
 (a size if it is more than one, a stage of ZeRO if it is not 0, a word whatever it is)."""
@@ -46,7 +48,7 @@ RECIPES = {"megatron": "megatron_core", "megatron-deepspeed": "megatron", "fsdp"
 BY_ITSELF = "single"
 """What a plan means that says nothing of the kind."""
 REPLICATING = "ddp"
-"""What a plan of several GPUs means whose model is not sharded (``OF_SIZE_ALONE``)."""
+"""What a plan of several GPUs means whose model ``SHARDING`` does not shard."""
 
 
 STAND_FOR = {
@@ -108,6 +110,7 @@ __all__ = [
     "RECIPES",
     "REPLICATING",
     "ROOMS",
+    "SHARDING",
     "STAND_FOR",
     "Framework",
     "Supports",

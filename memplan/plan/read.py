@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..frameworks import ROOMS, framework
+from ..frameworks import REPLICATING, ROOMS, SHARDING, framework
 from ..values import dataclass, pattern, replace
 from .assumed_releases import notes_of_releases
 from .checks import check_layers, listed
@@ -335,7 +335,27 @@ def _without_recipe(written: Node, spec: TracedSpec, loaded: tuple[Note, ...]) -
     base = written.mapping["model"].mapping.get("base")
     if base is not None and base.origin is not None:
         origins["model"] = base.origin
-    return ReadPlan(plan, origins, (*chosen, *loaded, *told, *notes_of(plan), *notes_of_releases(plan)))
+    read = ReadPlan(plan, origins, (*chosen, *loaded, *told, *notes_of(plan), *notes_of_releases(plan)))
+    return _shardable(read)
+
+
+def _shardable(read: ReadPlan) -> ReadPlan:
+    """``read``, under ``REPLICATING`` where nobody named a framework and what was learnt of its model is not known
+    under ``SHARDING``."""
+    named = read.chosen_framework is None or any(path.startswith(f"{SHARDING}.") for path in read.origins)
+    if named or read.plan.framework != SHARDING:
+        return read
+    from .resolve import resolve
+
+    try:
+        framework(SHARDING).running.check_served(resolve(read.plan))
+        return read
+    except PlanError as error:
+        if error.field != "framework" or not _is_possible(read.plan.model_copy(update={"framework": REPLICATING})):
+            return read
+        why = error.problem.partition(": ")[2] or error.problem
+    said = str(read.chosen_framework).replace(SHARDING, REPLICATING, 1)
+    return read.choosing(REPLICATING, f"{said}; not {SHARDING}: {why}")
 
 
 def _of_model(source: str) -> Source:

@@ -124,6 +124,7 @@ class Sought:
             error=self.error,
             within=self.within,
             gain=self.gain,
+            chosen_beside_layout=self._space.chosen_beside_layout,
         )
 
     def _best(self, top: int, within: float = inf) -> tuple[Search, list[Suggestion]]:

@@ -121,7 +121,7 @@ class FrameworkSearch:
 
     def without_extras(self, base: Plan) -> Iterator[Mapping[str, Any]]:
         """Fields of ``base`` as they are without each of the extras that it has, where layouts are searched of both."""
-        return iter(())
+        return without_fused_loss(base)
 
     def replicas(self, space: Space, ranks: int) -> tuple[int, int]:
         """Replicas of so many ranks each, and GPUs that are left."""
@@ -219,6 +219,12 @@ def fused_losses(plan: ResolvedPlan) -> list[tuple[Extra, ...]]:
     if plan.loss.kind != "plain" or plan.loss.logits_to_keep or not plan.model.has_sizes:
         return []
     return [(Extra("Liger's fused loss", (("loss.kind", "liger"),), changes_passes=True),)]
+
+
+def without_fused_loss(base: Plan) -> Iterator[Mapping[str, Any]]:
+    """Back from Liger's loss, of which ``base`` says no more than its name."""
+    if base.loss.kind == "liger" and base.loss.model_fields_set == {"kind"}:
+        yield {"loss.kind": "plain"}
 
 
 def eight_bit_adam(plan: ResolvedPlan, fields: Fields = ()) -> list[tuple[Extra, ...]]:

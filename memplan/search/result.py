@@ -164,6 +164,8 @@ class Found:
     """Layouts are equally fast that take longer than the fastest by no more than this part."""
     gain: int = 0
     """Bytes of room for which a slower one of these is worth the change: a reserve, as it is by default."""
+    chosen_beside_layout: frozenset[str] = frozenset()
+    """Fields that layouts have other values of, beside those of layout, batch, recompute and cut, by their paths."""
 
 
 @dataclass(frozen=True, slots=True)

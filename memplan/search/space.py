@@ -81,6 +81,11 @@ class Space:
         """The framework, as a search of this model sees it."""
         return self.framework.search.of(self.base)
 
+    @property
+    def chosen_beside_layout(self) -> frozenset[str]:
+        """Fields beside layout, batch, recompute and cut that layouts have other values of, by their paths."""
+        return frozenset(path for extras in self.extras for extra in extras for path, _ in extra.fields)
+
     def placed(self, cut: StageLayers) -> StageLayers:
         """``cut`` with the final norm where the model has it."""
         return norm_behind_layers(cut) if self.base.model.mtp_layers else cut

@@ -229,13 +229,13 @@ def suggest(
     The search keeps those fields that ``fix`` names: ``fix=["tp", "mbs=2"]``. What else ``fields`` and the plan say of
     its layout is where the search starts, as on the command line.
     """
-    from ..commands.fixed import fixes_of, with_fixes
+    from ..commands.fixed import fixes_of, with_fixes, without_open
     from ..commands.output import measured_of, warned
     from ..commands.suggest_partition import answered, check_search
 
     with as_arguments():
         check_search(top, objective)
-        flags, fixes = flags_of(fields), fixes_of([fix] if isinstance(fix, str) else tuple(fix))
+        flags, fixes = without_open(flags_of(fields)), fixes_of([fix] if isinstance(fix, str) else tuple(fix))
         read, known, problem = (
             read_any(plan, with_fixes(flags, fixes), traced=True),
             *measured_of(no_records=not records),

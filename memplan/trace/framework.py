@@ -94,6 +94,10 @@ class FrameworkRunning:
         """Why what was learnt does not serve this framework, whatever else the plan says; nothing where it does."""
         return ""
 
+    def check_served(self, plan: ResolvedPlan) -> None:
+        """Refuses what ``check_learnt`` does, and this framework where what was learnt does not serve it."""
+        self.check_learnt(plan)
+
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         """What ``fit`` comes to under ``plan``."""
         raise NotImplementedError

@@ -51,6 +51,22 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any
     return found
 
 
+ALONE = ["--model=llama-3.2-1b", "--layers=4", "--framework=single", "--gpu=a100-40gb", "--gbs=4", "--seq=2048"]
+
+
+def test_a_loss_is_where_the_search_starts_and_states_in_8_bits_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Liger's loss is one of two that are searched, so that naming it changes no answer; to 32 bits nothing goes back
+    from 8, and none is said to."""
+    found = [answer(capsys, *ALONE, *more) for more in ([], ["--loss=liger"], ["--optimizer=adam8bit"])]
+    searched, named, small = ([one["recommended"], *one["alternatives"]] for one in found)
+    assert [one["layout"] for one in named] == [one["layout"] for one in searched]
+    assert {one["plan"]["loss"]["kind"] for one in named} == {"plain", "liger"}
+    assert {one["plan"]["optimizer"]["name"] for one in small} == {"adam8bit"}
+    assert [one["started_from"] for one in found] == [[], ["loss liger"], []]
+    kept = answer(capsys, *ALONE, "--loss=liger", "--fix=loss")
+    assert {one["plan"]["loss"]["kind"] for one in (kept["recommended"], *kept["alternatives"])} == {"liger"}
+
+
 def test_the_answer_in_print(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(suggest(*JOB, "--fix=tp=1")) == 0
     out, err = capsys.readouterr()

@@ -456,3 +456,14 @@ def test_a_head_that_nobody_gathers() -> None:
     head = program.spans[-1].module.first.forward
     held = [one for one in head if isinstance(one, Hold) and one.name.startswith("head.weight")]
     assert [one.bytes for one in held] == [2 * 128256 * 4096]
+
+
+@pytest.mark.parametrize("torch", ["2.1", "2.3.1"])
+def test_fully_shard_is_in_pytorch_from_2_4_on(torch: str) -> None:
+    """``torch.distributed._composable.fsdp.fully_shard`` came with PyTorch 2.4: before, memory of FSDP2 would stand
+    beside times of FSDP1."""
+    flags = {"model": "llama-3.2-1b", "framework": "fsdp", "gpus": "4", "torch": torch}
+    with pytest.raises(PlanError, match=rf"torch = {torch}: must be 2.4 or later, which has fully_shard"):
+        estimate(read_plan(None, flags).plan)
+    for runs in ({"fsdp-version": "1"}, {"torch": "2.4"}):
+        estimate(read_plan(None, {**flags, **runs}).plan)

@@ -255,7 +255,6 @@ def test_the_reduction_is_among_the_details() -> None:
         ({"pp": "16", "gbs": "64"}, "layout.pp", "makes 16 stages"),
         ({"pp": "1", "vpp": "2"}, "layout.vpp", "nothing to interleave"),
         ({"pp": "1", "schedule": "gpipe"}, "pipeline.schedule", "needs pipeline parallelism"),
-        ({"pp": "1", "return-outputs": "true"}, "fsdp.return_outputs", "needs pipeline parallelism"),
         ({"partition": "uniform"}, "pipeline.partition", "torchtitan's own split"),
     ],
 )

@@ -343,6 +343,25 @@ def test_a_framework_that_nobody_named_has_the_recipe(flags: dict[str, str], fra
     assert implied.meant(found.plan) == found.plan.framework == framework
 
 
+@pytest.mark.parametrize(
+    ("model", "framework"),
+    [("whisper-tiny", "ddp"), ("bart-base", "ddp"), ("ernie-4.5-0.3b", "ddp"), ("t5-small", "fsdp")],
+)
+def test_what_was_learnt_and_cannot_be_sharded_is_replicated(model: str, framework: str) -> None:
+    """Whisper's positions are not trained, and BART's and ERNIE's buffers are not those of the shards' dtype: of these
+    ``fully_shard`` is not known, and nobody asked for it by name."""
+    flags = {"model": model, "gpus": "8", "gpu": "h100"}
+    found = read_plan(None, flags, traced=True)
+    assert (found.plan.framework, found.chosen_framework is not None) == (framework, True)
+    named = read_plan(None, {**flags, "framework": framework}, traced=True)
+    assert estimate(found.plan).peak == estimate(named.plan).peak
+    if framework == "ddp":
+        assert "; not fsdp: it" in str(found.chosen_framework)
+        asked = read_plan(None, {**flags, "fsdp-version": "2"}, traced=True).plan
+        with pytest.raises(PlanError, match="must be single, ddp or deepspeed"):
+            estimate(asked)
+
+
 def test_what_is_not_sharded_is_run_elsewhere() -> None:
     with pytest.raises(PlanError, match=r"fsdp yet; it has one in single, ddp, deepspeed, device-map, megatron \("):
         estimate(plan(model="bert-large", gpus="8", framework="fsdp"))

@@ -62,6 +62,7 @@ from .table import (
     TOKENS,
     TP,
     compiled_loss,
+    decay_of,
     expert_parts,
     expert_ranks,
     torchtitan_plan,
@@ -272,6 +273,7 @@ class _Finish:
         put("layout.ep", expert_ranks(self.settings, plan))
         put("layout.etp", expert_parts(self.settings))
         put("fsdp.compile_loss", compiled_loss(self.settings, plan))
+        put("optimizer.weight_decay", decay_of(self.settings, plan))
         if layout.dp is None and gpus % replica:
             return read  # the plan's own checks say so
         dp = data_parallel(read)
@@ -287,9 +289,10 @@ class _Finish:
             put("loss.kind", Node("plain" if whole.value else "vocab-parallel", whole.origin))
             if self.settings.has(SEQUENCE):
                 put("layout.sequence_parallel", self.settings.switch(SEQUENCE))
+        if self.settings.era.day < OUTPUTS_DROPPED:
+            put("fsdp.return_outputs", Node(True, self.settings.where(*PP)))
         if layout.pp > 1:
             put("fsdp.reshard_after_forward", Node(False, self.settings.where(*RESHARD)))
-            put("fsdp.return_outputs", Node(self.settings.era.day < OUTPUTS_DROPPED, self.settings.where(*PP)))
             cut = stages(self.settings, plan.model.layers, layout.pp)
             put("pipeline.schedule", Node(cut.schedule, self.settings.where(*PP)))
             if "layout.vpp" not in read.origins and "pipeline.partition" not in read.origins:
@@ -343,7 +346,7 @@ class _Finish:
         settings, pp = self.settings, plan.layout.pp
         if settings.has(TOKENS, ALL_TOKENS, LENGTH[0]):
             tokens = settings.integer(TOKENS, default=16_384)
-            mbs = Node(self._sequences(tokens, TOKENS), tokens.origin)
+            mbs = Node(self._sequences(tokens, TOKENS, plan), tokens.origin)
             passes = settings.integer("parallelism.num_pp_microbatches", default=1).whole if pp > 1 else 1
             return mbs, passes
         local = settings.integer(*BATCH, default=8)
@@ -373,7 +376,7 @@ class _Finish:
         tokens = settings.optional(ALL_TOKENS)
         name = GLOBAL_BATCH if count is not None else ALL_TOKENS
         if count is None and tokens is not None:
-            count = Node(self._sequences(tokens, ALL_TOKENS), tokens.origin)
+            count = Node(self._sequences(tokens, ALL_TOKENS, plan), tokens.origin)
         if count is None:
             return Node(local * dp, self.settings.where(*BATCH, TOKENS))
         if plan.layout.pp > 1 and count.value != local * dp:
@@ -382,8 +385,10 @@ class _Finish:
             )
         return count
 
-    def _sequences(self, tokens: Node, name: str) -> int:
-        length = self.settings.integer(*LENGTH, default=2048).whole
+    @staticmethod
+    def _sequences(tokens: Node, name: str, plan: Plan) -> int:
+        """Sequences that ``tokens`` are, of the length that the plan has, which a flag may have changed."""
+        length = plan.batch.seq or 1
         if tokens.whole % length:
             way = f" (--set {LENGTH[0]}={tokens.whole} takes them as one sequence)" if name == TOKENS else ""
             raise tokens.wrong(

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 from ...frameworks import framework
@@ -294,16 +295,26 @@ def _module_names(plan: Plan) -> list[list[str]] | None:
 def _optimizer(reader: Reader) -> None:
     settings, building = reader.settings, reader.building
     if "optimizer" in reader.context:
-        building.because(("optimizer.param_groups", "optimizer.name", "optimizer.weight_decay"), "--optimizer instead")
+        building.because(("optimizer.param_groups", "optimizer.name"), "--optimizer instead")
+        building.because("optimizer.weight_decay", "AdamW decays in place")
         _implementation(settings, building)
         return
-    kind, decay = _group(settings) if settings.has("optimizer.param_groups") else _named(settings)
+    kind, _ = _group(settings) if settings.has("optimizer.param_groups") else _named(settings)
     building.because("optimizer.param_groups", "optimizer.name")
     building.put("optimizer.name", Node(str(kind.value).lower(), kind.origin), "optimizer.name")
-    if kind.value == "Adam":
-        building.put("optimizer.weight_decay", decay, "optimizer.weight_decay")
     building.because("optimizer.weight_decay", "AdamW decays in place")
     _implementation(settings, building)
+
+
+def decay_of(settings: Settings, plan: Plan) -> Node | None:
+    """The job's weight decay, where the plan's optimizer, which a flag may have named, does not decay in place."""
+    if plan.optimizer.algorithm.decays:
+        return None
+    if not settings.has("optimizer.param_groups"):
+        return _named_decay(settings)
+    with suppress(PlanError):  # of groups that a flag stands over
+        return _group(settings)[1]
+    return None
 
 
 def _implementation(settings: Settings, building: Building) -> None:
@@ -324,7 +335,11 @@ def _way(settings: Settings) -> Node:
 
 def _named(settings: Settings) -> tuple[Node, Node]:
     name = settings.word("optimizer.name", default="AdamW", choices=("Adam", "AdamW"))
-    return name, settings.number("optimizer.weight_decay", default=0.1)
+    return name, _named_decay(settings)
+
+
+def _named_decay(settings: Settings) -> Node:
+    return settings.number("optimizer.weight_decay", default=0.1)
 
 
 def _group(settings: Settings) -> tuple[Node, Node]:

@@ -34,6 +34,7 @@ class DeepspeedSearch(FrameworkSearch):
 
     def without_extras(self, base: Plan) -> Iterator[Mapping[str, Any]]:
         """Offload to NVMe stays, as it is not searched."""
+        yield from super().without_extras(base)
         if "nvme" not in [base.at(path) for path, _ in _OFFLOAD_ALL.fields]:
             yield {path: "none" for path, value in _OFFLOAD_ALL.fields if base.at(path) == value}
 

@@ -252,15 +252,16 @@ class Fsdp(Framework):
 def _ends_of_torchtitan(plan: Plan, layout: Layout) -> dict[str, object]:
     """Pipeline stages are those of its newest releases: from 0.2.0 on ``apply_fsdp`` has embedding, and norm with head,
     as units of their own with and without stages, and from 0.2.1 on the schedule returns no outputs. Where these are
-    no units (0.1.0, and in December 2024) it returns them."""
+    no units (0.1.0, and in December 2024) it returns them. A plan whose release does has no outputs without stages."""
     from .titan import MODELS
 
     given, titan = plan.fsdp.model_fields_set, MODELS.get(plan.model.family)
+    none = {"return_outputs": False} if plan.fsdp.return_outputs and layout.pp == 1 else {}
     if "ends_apart" in given:
         outputs = layout.pp > 1 and not plan.fsdp.ends_apart and "return_outputs" not in given
-        return {"return_outputs": True} if outputs else {}
+        return {"return_outputs": True} if outputs else none
     newer = plan.fsdp.newest or plan.loss.kind == "chunked" or layout.pp > 1
-    return {"ends_apart": True} if titan is not None and (titan.ends_apart or newer) else {}
+    return none | ({"ends_apart": True} if titan is not None and (titan.ends_apart or newer) else {})
 
 
 def _check_ends(plan: ResolvedPlan) -> None:

@@ -14,6 +14,7 @@ from ...layers.module import Module, Options, Parameter
 from ...layers.tuning import ADAPTERS
 from ...plan.framework_sections import Fsdp
 from ...plan.plan import ResolvedPlan
+from ...plan.releases import shown
 from ...schedules.one_chunk import one_chunk
 from ...tape.events import Category, Stretch
 from ...tape.program import Program, Span
@@ -33,7 +34,16 @@ from .torchtitan import (
     local_shape,
     torchtitan_model,
 )
-from .units import Sharding, Unit, host_bytes, shard, sharded_states, sharded_step
+from .units import (
+    FULLY_SHARD,
+    Sharding,
+    Unit,
+    host_bytes,
+    lacks_fully_shard,
+    shard,
+    sharded_states,
+    sharded_step,
+)
 
 
 def check(plan: ResolvedPlan, given: Fsdp) -> None:
@@ -100,6 +110,12 @@ def check_settings(plan: ResolvedPlan, given: Fsdp) -> None:
         titan_lora.check(plan)
         _check_recompute(plan, given)
     plan.refuse(
+        (
+            "torch",
+            lacks_fully_shard(plan),
+            f"must be {shown(FULLY_SHARD)} or later, which has fully_shard (FSDP2); before, PyTorch has FSDP1 "
+            "(--fsdp-version 1)",
+        ),
         (
             "compile",
             plan.compile and given.code == "torchtitan",

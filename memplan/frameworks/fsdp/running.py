@@ -10,7 +10,7 @@ from ...tape.program import Program
 from ...trace.fit import Fit
 from ...trace.framework import FrameworkRunning, in_compute
 from ...trace.job import MOST_MICROBATCHES, Job, Sharded, Stages, Torchtitan, check_optimizer, check_stage
-from ...trace.learned import assumptions, fit_of, learnt_programs
+from ...trace.learned import assumptions, checked_fit, fit_of, learnt_programs
 from ...values import replace
 from ..plain import trainer
 from . import flat
@@ -77,6 +77,9 @@ class FsdpRunning(FrameworkRunning):
 
     def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
         return lacks(plan, fit)
+
+    def check_served(self, plan: ResolvedPlan) -> None:
+        checked_fit(plan)
 
     def learnt_program(self, plan: ResolvedPlan, fit: Fit, options: Options) -> Program:
         made = flat_program_of if plan.fsdp.version == "1" else program_of

@@ -40,6 +40,7 @@ class FsdpSearch(FrameworkSearch):
         return [*groups, tuple(hybrid)]
 
     def without_extras(self, base: Plan) -> Iterator[Mapping[str, Any]]:
+        yield from super().without_extras(base)
         for extra in (_OFFLOAD, *([_KEPT] if base.fsdp.code == "transformers" else [])):
             yield {path: not value for path, value in extra.fields if base.at(path) is value}
 

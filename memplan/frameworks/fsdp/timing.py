@@ -6,7 +6,6 @@ from ...layers.counting import GRAPHS
 from ...layers.module import Options, joined
 from ...plan.plan import ResolvedPlan
 from ...search.time.host import Host
-from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work
 from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
 from ..plain.timing import PlainTime, last_of_each, of_kinds, work_of_layers
@@ -14,14 +13,12 @@ from .stages import partition
 from .titan_experts import cut_of_experts
 from .titan_lora import tuning_of
 from .torchtitan import Checkpointing, recipes
-
-FULLY_SHARD = (2, 4)
-"""PyTorch that has ``fully_shard`` with a tensor for each parameter."""
+from .units import lacks_fully_shard
 
 
 def is_flat(plan: ResolvedPlan) -> bool:
-    """Whether ``FullyShardedDataParallel`` runs, with flat parameters, as it must before ``FULLY_SHARD``."""
-    return plan.fsdp.version == "1" or before(plan, FULLY_SHARD)
+    """Whether ``FullyShardedDataParallel`` runs, with flat parameters."""
+    return plan.fsdp.version == "1" or lacks_fully_shard(plan)
 
 
 def gathers_ahead(plan: ResolvedPlan) -> bool:

@@ -12,6 +12,7 @@ from memplan.cli import main
 from memplan.formats.torchtitan.keys import NEWEST
 from memplan.frameworks.fsdp.programs import check_settings
 from memplan.plan.resolve import resolve
+from memplan.search.space import filled, space_of
 
 from .torchtitan_jobs import (
     DECEMBER_2024,
@@ -183,6 +184,32 @@ def test_stages_that_a_flag_asks_for_are_those_of_the_files_release(read: Read, 
         given = resolve(found.plan).fsdp
         assert (given.ends_apart, given.return_outputs) == (True, kept)
     assert not read(RELEASE_0_2, over, pp="4", **{"return-outputs": "false"}).plan.fsdp.return_outputs
+
+
+@pytest.mark.parametrize(("release", "kept"), [("0.2.0", True), ("0.2.1", False)])
+def test_stages_that_a_search_tries_are_those_of_the_files_release(read: Read, release: str, kept: bool) -> None:
+    """Of a job without stages, whose own estimate has no outputs to keep."""
+    plan = read(RELEASE_0_2, f"torchtitan={release}", gpu="h100", gbs="64").plan
+    assert not resolve(plan).fsdp.return_outputs
+    space = space_of(plan, filled(plan), {"layout.pp": 4})
+    given = resolve(space.plan(next(iter(space)))).fsdp
+    assert (given.ends_apart, given.return_outputs) == (True, kept)
+
+
+def test_adam_that_a_flag_asks_for_decays_as_the_job_does(read: Read) -> None:
+    """``OptimizersContainer.Config.weight_decay`` is 0.1 by default; AdamW decays in place whatever it is."""
+    own = RELEASE_0_2 + "\n[optimizer]\nweight_decay = 0.0\n"
+    decays = [read(config, optimizer="adam").plan.optimizer.weight_decay for config in (RELEASE_0_2, own, SAVED)]
+    assert decays == [0.1, 0.0, 0.1]
+    assert read(RELEASE_0_2, optimizer="adam", **{"weight-decay": "0.2"}).plan.optimizer.weight_decay == 0.2
+    assert read(RELEASE_0_2, optimizer="adamw").plan.optimizer.weight_decay is None
+
+
+def test_a_budget_of_tokens_is_of_the_length_that_a_flag_says(read: Read) -> None:
+    """16,384 tokens of a rank and 524,288 of a step, of sequences of 8,192 tokens or of half as many."""
+    job = saved(training={"num_tokens_per_train_step": 65536 * 8})
+    batches = [read(job, **flags).plan.batch for flags in ({}, {"seq": "4096"})]
+    assert [(one.mbs, one.gbs, one.seq) for one in batches] == [(2, 64, 8192), (4, 128, 4096)]
 
 
 def test_tensor_parallel_ranks_have_their_part_of_the_loss(read: Read) -> None:
