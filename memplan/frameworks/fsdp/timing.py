@@ -7,8 +7,8 @@ from ...layers.module import Options, joined
 from ...plan.plan import ResolvedPlan
 from ...search.time.host import Host
 from ...search.time.rates import before
-from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work
-from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus, sharded
+from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, counted
+from ...search.time.updates import HOST_ADAM_TORCH, Ends, Exchange, Replicas, node_gpus, sharded
 from ..plain.timing import PlainTime, last_of_each, of_kinds, work_of_layers
 from .stages import partition
 from .titan_experts import cut_of_experts
@@ -28,6 +28,20 @@ def gathers_ahead(plan: ResolvedPlan) -> bool:
     """Whether backward gathers a unit while the one behind it computes: not under reentrant recompute, whose forward
     leaves no hook that asks for it."""
     return plan.fsdp.backward_prefetch == "pre" and not (is_flat(plan) and plan.recompute.reentrant)
+
+
+def ends_of(replicas: Replicas) -> Ends | None:
+    """A weight that embedding and head share keeps both in one unit; FSDP1 always has one, which stays gathered. Stages
+    of a pipeline have these units, too, but gather each once."""
+    plan, entries = replicas.plan, replicas.shape.entries
+    if plan.layout.pp > 1:
+        return None
+    if is_flat(plan):
+        return Ends()
+    if not plan.fsdp.ends_apart or plan.model.tied_embeddings:
+        return Ends(again=plan.fsdp.reshard_root)
+    behind = counted((*entries.final_norm.parameters, *entries.head.parameters))
+    return Ends(behind.held, plan.fsdp.reshard_root)
 
 
 class FsdpTime(PlainTime):
@@ -79,6 +93,7 @@ class FsdpTime(PlainTime):
             reduces_once=not given.gradient_sync,
             flat=is_flat(replicas.plan),
             ahead=gathers_ahead(replicas.plan),
+            ends=ends_of(replicas),
         )
 
     def main_bytes(self, plan: ResolvedPlan) -> int:

@@ -1,0 +1,58 @@
+"""What FSDP's units cost, against bytes counted by hand: Llama 3 8B on one node of eight H100.
+
+NCCL's rings reach 370 GB/s there (nccl-tests, issue 212), of which seven eighths of a tensor pass each link, and
+PyTorch's kernels 0.88 of the memory's 3,350 GB/s. Parameters are gathered in bf16 and copied out of the buffer (2 + 2
+bytes); gradients are copied into another one (2 + 4 bytes), which is reduced in fp32."""
+
+from __future__ import annotations
+
+import pytest
+
+from memplan.search.time import step_time
+
+from .plans import plan
+
+LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
+VOCABULARY = 128_256 * 4096
+GATHERED = 2 * 7 / 8 / 370e9
+REDUCED = 4 * 7 / 8 / 370e9
+COPIED_OUT, COPIED_IN = 4 / (0.88 * 3350e9), 6 / (0.88 * 3350e9)
+JOB = {"model": "llama-3-8b", "framework": "fsdp", "gpu": "h100-80gb", "gpus": 8, "dtype": "bf16", "seq": 4096}
+
+
+def exposed(**flags: object) -> float:
+    return step_time(plan(**{**JOB, **flags})).data_parallel
+
+
+def test_nothing_hides_the_only_layer() -> None:
+    """Neither its gather, before which there is the root's, nor its scatter, behind which is the root's."""
+    elements = LAYER + 2 * VOCABULARY + 4096
+    spent = elements * (GATHERED + REDUCED + COPIED_OUT + COPIED_IN)
+    assert exposed(layers=1, reshard_after_forward="false") == pytest.approx(spent, rel=0.02)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_root_that_is_resharded_is_gathered_again(microbatches: int) -> None:
+    flags = {"layers": 4, "mbs": 1, "gbs": 8 * microbatches, "versions": "accelerate=1.13"}
+    more = exposed(**flags, reshard_root="true") - exposed(**flags)
+    assert more == pytest.approx(microbatches * (2 * VOCABULARY + 4096) * (GATHERED + COPIED_OUT), rel=0.02)
+
+
+def test_torchtitan_gathers_again_its_norm_and_head_alone() -> None:
+    flags = {"layers": 4, "fsdp_code": "torchtitan", "fsdp_newest": "true"}
+    more = exposed(**flags, reshard_root="true") - exposed(**flags)
+    assert more == pytest.approx((VOCABULARY + 4096) * (GATHERED + COPIED_OUT), rel=0.02)
+
+
+def test_a_head_apart_is_gathered_beside_the_last_layer() -> None:
+    flags = {"layers": 8, "mbs": 2, "gbs": 16, "fsdp_code": "torchtitan", "reshard_after_forward": "false"}
+    less = exposed(**flags) - exposed(**flags, fsdp_newest="true")
+    assert less == pytest.approx((VOCABULARY + 4096) * (GATHERED + REDUCED) * (1 - 0.41), rel=0.1)
+
+
+def test_without_gradients_to_reduce_backward_gathers_all_the_same() -> None:
+    """Under ``no_sync`` four micro-batches more gather everything in forward and the layer in backward, whose flat
+    parameters need no copies."""
+    flags = {"layers": 1, "mbs": 1, "seq": 128, "fsdp_version": 1, "fsdp_backward_prefetch": "none"}
+    four, eight = (exposed(**flags, gradient_sync="false", gbs=8 * n) for n in (4, 8))
+    assert eight - four == pytest.approx(4 * (2 * LAYER + 2 * VOCABULARY + 4096) * GATHERED, rel=0.02)
