@@ -252,10 +252,11 @@ _NO_MEMORY = Fraction(_HOPPER.value, f"none found for this GPU; as {_HOPPER.sour
 
 _TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
 _NO_LINK = Fraction(20.0 / 25, f"none found for this GPU; as V100's in {_TOPO} (20.0 of 25 GB/s)")
+_NCCL = "https://github.com/ai-dynamo/aiconfigurator, aic-core/src/aiconfigurator_core/systems/data, nccl_perf"
 _LINK: Mapping[int, Fraction] = MappingProxyType(
     {
         7: Fraction(20.0 / 25, f"{_TOPO} (V100: 20.0 of 25 GB/s of a link)"),
-        8: Fraction(208 / 300, "https://github.com/NVIDIA/nccl-tests/issues/178, 149 (A100: 208 and 200 of 300 GB/s)"),
+        8: Fraction(221 / 300, f"{_NCCL} (A100: 221 of 300 GB/s beside a rank's own part)"),
         9: Fraction(370 / 450, "https://github.com/NVIDIA/nccl-tests/issues/212 (H100: 370 of 450 GB/s)"),
         10: Fraction(0.6735 * 2**30 / 1e9, f"{_B200} (all_gather: 0.6735 of 900 GiB/s)"),
     }

@@ -1,8 +1,9 @@
 """What FSDP's units cost, against bytes counted by hand: Llama 3 8B on one node of eight H100.
 
-NCCL's rings reach 370 GB/s there (nccl-tests, issue 212), of which seven eighths of a tensor pass each link, and
-PyTorch's kernels 0.88 of the memory's 3,350 GB/s. Parameters are gathered in bf16 and copied out of the buffer (2 + 2
-bytes); gradients are copied into another one (2 + 4 bytes), which is reduced in fp32."""
+NCCL's rings reach 370 GB/s there (nccl-tests, issue 212). Seven eighths of a tensor pass each link, and a rank's own
+eighth takes 0.45 of such a step. PyTorch's kernels reach 0.88 of the memory's 3,350 GB/s. Parameters are gathered in
+bf16 and copied out of the buffer (2 + 2 bytes); gradients are copied into another one (2 + 4 bytes), which is reduced
+in fp32."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from .plans import plan
 
 LAYER = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096
 VOCABULARY = 128_256 * 4096
-GATHERED = 2 * 7 / 8 / 370e9
-REDUCED = 4 * 7 / 8 / 370e9
+GATHERED = 2 * 7.45 / 8 / 370e9
+REDUCED = 4 * 7.45 / 8 / 370e9
 COPIED_OUT, COPIED_IN = 4 / (0.88 * 3350e9), 6 / (0.88 * 3350e9)
 JOB = {"model": "llama-3-8b", "framework": "fsdp", "gpu": "h100-80gb", "gpus": 8, "dtype": "bf16", "seq": 4096}
 
