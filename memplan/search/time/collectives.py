@@ -68,11 +68,11 @@ reduce-scatters of H100s reach 360, 345, 320, 300, 280 and 260 GB/s through 4, 8
 (https://github.com/awslabs/awsome-distributed-ai/tree/main/micro-benchmarks/expert-parallelism)."""
 
 OWN = {"all-gather": 0.45, "reduce-scatter": 0.45, "all-reduce": 0.25}
-"""What a rank's own part, which it copies or sums last, costs in a ring over NVLink, as a part of another's. NVIDIA swept
-NCCL (https://github.com/ai-dynamo/aiconfigurator, aic-core/src/aiconfigurator_core/systems/data, ``nccl_perf``; NCCL
-2.27.3 on A100, 2.29.2 on later GPUs): to gather 512 MiB among 2, 4 and 8 takes 1,790, 2,102 and 2,288 microseconds on
-A100, 1,039, 1,267 and 1,402 on H100, 612, 711 and 761 on B200, as if it cost 0.46, 0.36 and 0.51. Medians of these and
-of the same sums."""
+"""What a rank's own part, which it copies or sums last, costs in a ring over NVLink, as a part of another's. NVIDIA's
+sweeps of NCCL (https://github.com/ai-dynamo/aiconfigurator, aic-core/src/aiconfigurator_core/systems/data,
+``nccl_perf``; NCCL 2.27.3 on A100, 2.29.2 on later GPUs) gather 512 MiB among 2, 4 and 8 in 1,790, 2,102 and 2,288
+microseconds on A100, 1,039, 1,267 and 1,402 on H100, 612, 711 and 761 on B200, as if it cost 0.46, 0.36 and 0.51.
+Medians of these and of the same sums."""
 
 SHORT = 1 << 20
 """Bytes of a rank's part up to which Blackwell's collectives have protocol LL128: their times jump beyond (8 MiB to 16

@@ -6,12 +6,13 @@ Communication that a framework runs beside backward or forward counts only as fa
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from ...frameworks import framework
 from ...plan.plan import ResolvedPlan
 from ...values import NamedTuple, dataclass
-from .collectives import Group, collective, group
+from .collectives import Group, Kind, collective, group
 from .kernels import overlapped, streamed
 from .layer import EntryTimes, LayerTimes
 from .rates import Rates
@@ -80,16 +81,23 @@ class Replicas:
         together = self.shape.ranks.ep * self.shape.ranks.etp
         return group(max(1, self.ranks * self.shape.ranks.t // together), together, self.rates.node)
 
-    def exchanged(self, elements: float, across: Group | None = None) -> tuple[float, float]:
+    def exchanged(
+        self, elements: float, across: Group | None = None, buckets: tuple[float, float] = (inf, inf)
+    ) -> tuple[float, float]:
         """Seconds in which gradients of so many parameters are summed ``across`` ranks, whole or to their owners, and
-        in which those give the parameters back."""
+        in which those give the parameters back; ``buckets``: elements of what is summed, and given back, at once."""
         across = self.across if across is None else across
-        summed, zero = elements * self.gradient, self.plan.layout.zero
+        zero, of = self.plan.layout.zero, ITEMSIZE[self.plan.precision.dtype]
         if zero == 0:
-            return collective(self.rates, "all-reduce", summed, across), 0.0
-        parameters = elements * ITEMSIZE[self.plan.precision.dtype]
-        reduced = collective(self.rates, "reduce-scatter", summed, across)
-        return reduced, collective(self.rates, "all-gather", parameters, across)
+            return bucketed(self.rates, "all-reduce", elements, self.gradient, across, buckets[0]), 0.0
+        reduced = bucketed(self.rates, "reduce-scatter", elements, self.gradient, across, buckets[0])
+        return reduced, bucketed(self.rates, "all-gather", elements, of, across, buckets[1])
+
+
+def bucketed(rates: Rates, kind: Kind, elements: float, size: int, across: Group, bucket: float) -> float:
+    """Seconds of collectives of so many ``elements`` of ``size`` bytes together, each of one ``bucket`` of them."""
+    count = max(1, ceil(elements / bucket)) if bucket else 1
+    return count * collective(rates, kind, elements * size / count, across)
 
 
 class Exchange(NamedTuple):
@@ -246,9 +254,10 @@ def sharded(
             total += gathered(apart or around) + unflattened(apart or around)
         return total
 
+    whole = exposed(True)
     if plan.layout.pp > 1:
-        return exposed(True)
-    return exposed(True) + (rank.microbatches - 1) * exposed(not reduces_once)
+        return whole
+    return whole + (rank.microbatches - 1) * (exposed(False) if reduces_once else whole)
 
 
 def _tied(replicas: Replicas, work: tuple[StageWork, ...]) -> float:
