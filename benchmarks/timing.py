@@ -332,8 +332,8 @@ def foundry(rows: Sequence[Row]) -> list[Table]:
 
 
 def finetuning(rows: Sequence[Row]) -> list[Table]:
-    """All runs that say how fast they were: Mistral 7B and Mixtral 8x7B, full, with LoRA, and with LoRA on 4-bit weights
-    of bitsandbytes and GPTQ, with and without fused kernels; experts apart, whose tokens' way is not recorded."""
+    """All runs that say how fast they were: Mistral 7B and Mixtral 8x7B, full, with LoRA, and with LoRA on 4-bit
+    weights of bitsandbytes and GPTQ, with and without fused kernels; experts apart."""
     timed: dict[str, list[Timed]] = {}
     for row in rows:
         if row.get("outcome") or not row.get("train_tokens_per_second"):

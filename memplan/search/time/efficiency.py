@@ -163,9 +163,9 @@ _ODD = 121 / 989.5
 """The same GPU: 50,257 columns (``cutlass_75_tensorop_bf16_s1688gemm_bf16_…_align1``), forward 96 TFLOP/s,
 gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122. Later GPUs
 run it, too. In 2022 A100s took heads of 108 and 150 features as slowly as ordinary cores (BigScience's trials, within
-3 % in the median). NVIDIA's guide has tensor cores take any rows from cuBLAS 11 on. Where PyTorch comes with CUDA 12 the
-kernel, which is made for Turing, is taken from ``TURING`` on: with 2.4.1 on A100 a vocabulary of 32,001 costs what it
-says (foundation-model-stack's steps of Mistral 7B)."""
+3 % in the median). NVIDIA's guide has tensor cores take any rows from cuBLAS 11 on. Where PyTorch comes with CUDA 12,
+the kernel, which is made for Turing, is taken from ``TURING`` on: with 2.4.1 on A100 a vocabulary of 32,001 costs what
+it says (foundation-model-stack's steps of Mistral 7B)."""
 TURING = (7, 5)
 
 POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
