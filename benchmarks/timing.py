@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import kernel_times, nvidia  # noqa: E402
+from benchmarks import fms, kernel_times, nvidia  # noqa: E402
 from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E402
 from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
 from memplan.layers.work import SOFTMAX, STRIDED, WIDENED, Stream  # noqa: E402
@@ -31,7 +31,7 @@ from memplan.plan.plan import Plan, ResolvedPlan  # noqa: E402
 from memplan.plan.resolve import resolve  # noqa: E402
 from memplan.search.time import Efficiency, rates_of, step_time  # noqa: E402
 from memplan.search.time.efficiency import POWER, default  # noqa: E402
-from memplan.search.time.kernels import alone, matmul  # noqa: E402
+from memplan.search.time.kernels import alone  # noqa: E402
 from memplan.search.time.rates import EXPERTS, compared  # noqa: E402
 from memplan.search.time.shape import model_flops, shape_of  # noqa: E402
 
@@ -332,27 +332,17 @@ def foundry(rows: Sequence[Row]) -> list[Table]:
 
 
 def finetuning(rows: Sequence[Row]) -> list[Table]:
-    """Plain runs of Mistral 7B, full and with LoRA; their recompute is reentrant, so that the last product of a layer
-    runs again, too."""
-    timed: dict[str, list[Timed]] = {"a100-80gb": [], "a100-80gb with adapters": []}
-    adapters = {"lora_rank": 16, "lora_targets": "q_proj,k_proj,v_proj,o_proj", "lora_dropout": 0.1}
+    """All runs that say how fast they were: Mistral 7B and Mixtral 8x7B, full, with LoRA, and with LoRA on 4-bit
+    weights of bitsandbytes and GPTQ, with and without fused kernels; experts apart."""
+    timed: dict[str, list[Timed]] = {}
     for row in rows:
-        plain = row["framework_config"] == "none" and "Mistral" in row["model"]
-        if not plain or not row.get("train_tokens_per_second"):
+        if row.get("outcome") or not row.get("train_tokens_per_second"):
             continue
-        b, gpus, s = row["micro_batch_size"], row["gpus"], row["sequence_length"]
-        flags: dict[str, object] = {"framework": "single", "trainer": "transformers"}
-        if gpus > 1:
-            flags = {"framework": "fsdp", "gpus": gpus, "fsdp_version": 1, "use_reentrant": "true"}
-        if row["peft_method"]:
-            flags |= adapters
-        job = {"model": "mistral-7b-v0.3", "vocab": 32_000, "gpu": "a100-80gb", "dtype": "bf16", "recompute": "full"}
-        plan = resolve(plan_of(None, mbs=b, gbs=b * gpus, seq=s, capacity="900GiB", **job, **flags))
-        again = plan.model.layers * matmul(rates_of(plan), b * s, plan.model.hidden, plan.model.ffn)
-        name = "a100-80gb with adapters" if row["peft_method"] else "a100-80gb"
-        one = _timed(row["id"], b * s / row["train_tokens_per_second"], plan)
-        timed[name].append(replace(one, predicted=one.predicted + again))
-    return [Table("fms_a100_finetuning.jsonl", name, tuple(of)) for name, of in timed.items()]
+        plan = resolve(fms.plan_of(row))
+        parts = [" with experts" if plan.model.experts else "", " with adapters" if row["peft_method"] else ""]
+        measured = plan.batch.mbs * plan.batch.seq / row["train_tokens_per_second"]
+        timed.setdefault(f"a100-80gb{''.join(parts)}", []).append(_timed(row["id"], measured, plan))
+    return [Table(fms.NAME, name, tuple(of)) for name, of in timed.items()]
 
 
 def throughput(rows: Sequence[Row]) -> list[Table]:
@@ -377,7 +367,7 @@ READERS: Mapping[str, Callable[[Sequence[Row]], Table | list[Table]]] = {
     "bigscience_a100.jsonl": bigscience,
     "megatron_b200.jsonl": b200,
     "torchtitan_h100.jsonl": torchtitan,
-    "fms_a100_finetuning.jsonl": finetuning,
+    fms.NAME: finetuning,
     "llm_foundry_throughput.jsonl": foundry,
     nvidia.NAME: throughput,
 }

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ..values import dataclass
-from . import ops
+from . import ops, work
 from .autograd import Gradients, Recorder, Shape, Tensor
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class Functions:
     """The gradient of the input of queries, keys and values is written over the input."""
     ahead: bool
     """All weights of a function are dequantised before the first product, and end with the function."""
+    issue: work.Issue = work.Issue(0)
+    """Of the kernel that dequantises an element."""
 
 
 def projected(
@@ -72,9 +74,32 @@ def projected(
         assert total is not None
         return [total.view(*shape), *of_adapters]
 
-    node = r.node((x, *pairs), (x, *dropped), backward, outputs=len(layers))
+    done = work_of(prod(shape[:-1]), k, layers, adapters, dtype, functions)
+    node = r.node((x, *pairs), (x, *dropped), backward, outputs=len(layers), work=done)
     dropped.clear()
     return [Tensor(out.storage, out.shape, out.dtype, node, slot) for slot, out in enumerate(outputs)]
+
+
+def work_of(
+    tokens: int, k: int, layers: Sequence[Layer], adapters: Adapters, dtype: str, functions: Functions
+) -> work.Operator:
+    """Products of ``LoRA_QKV`` and ``LoRA_W``, and passes over hidden states, beside which adapters are nothing."""
+    e, rank = work.ITEMSIZE[dtype], adapters.rank
+    forward: list[work.Kernel] = []
+    back: list[work.Kernel] = []
+    for at, layer in enumerate(layers):
+        n = layer.n
+        unpacked = work.Stream((0.5 + e) * n * k, issue=functions.issue.of(n * k))
+        product, of_input, _ = work.products(tokens, n, k, dtype)
+        down, of_dropped, of_a = work.products(tokens, rank, k, dtype)
+        up, of_low, of_b = work.products(tokens, n, rank, dtype)
+        dropped = work.Stream((2 * e + 1) * tokens * k, issue=work.DROPOUT.of(tokens * k))
+        forward += [unpacked, product, *([dropped] if adapters.dropout else []), down, up]
+        forward.append(work.Stream(3 * e * tokens * n))  # out += XA @ (s * B)
+        back += [of_low, of_a, down, of_b, unpacked, of_input, of_low, of_dropped]
+        passes = (e + 1) + (2 * e + 1) + 3 * e + (3 * e if at else 0)  # X != 0, what it lets through, sums into dX
+        back.append(work.Stream(passes * tokens * k, 4 if at else 3))
+    return work.Operator(forward, back)
 
 
 def forward(

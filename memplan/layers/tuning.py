@@ -190,7 +190,7 @@ class FourBit(Packed):
 
     @property
     def functions(self) -> Functions:
-        return Functions(self.fast_dequantised, overwrites=True, ahead=False)
+        return Functions(self.fast_dequantised, overwrites=True, ahead=False, issue=work.FOUR_BITS)
 
     def fast_dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:
         """``fast_dequantize``."""

@@ -257,12 +257,12 @@ def linear(
     tokens: int, n: int, k: int, dtype: str, *, needs_x: bool = True, needs_weight: bool = True, written: int = 0
 ) -> Operator:
     """A product with a weight (n, k); backward has one for each gradient that is needed."""
-    product, of_input, of_weight = _products(tokens, n, k, dtype, written)
+    product, of_input, of_weight = products(tokens, n, k, dtype, written)
     return Operator((product,), [*([of_input] if needs_x else []), *([of_weight] if needs_weight else [])])
 
 
-def _products(
-    tokens: int, n: int, k: int, dtype: str, written: int, low: float | None = None
+def products(
+    tokens: int, n: int, k: int, dtype: str, written: int = 0, low: float | None = None
 ) -> tuple[Product, Product, Product]:
     """Forward, and for the gradients of input and weight. ``low``: bytes of an operand's element, where that is not of
     ``dtype``, which results are."""
@@ -318,7 +318,7 @@ class Ranks:
     ) -> Operator:
         """Reads a hidden state of ``k`` features that all ranks need whole, in elements of ``low`` bytes. Of a weight
         that is not ``trained`` there is no gradient."""
-        product, of_input, of_weight = _products(tokens, n, k, dtype, written, low)
+        product, of_input, of_weight = products(tokens, n, k, dtype, written, low)
         weights = (of_weight,) if trained else ()
         if self.t == 1:
             return Operator((product,), (of_input, *weights))
@@ -345,7 +345,7 @@ class Ranks:
     ) -> Operator:
         """Writes a hidden state of ``n`` features that is summed over ranks, whose gradient is gathered in elements of
         ``low`` bytes. Likewise."""
-        product, of_input, of_weight = _products(tokens, n, k, dtype, written, low)
+        product, of_input, of_weight = products(tokens, n, k, dtype, written, low)
         weights = (of_weight,) if trained else ()
         size = tokens * n * ITEMSIZE[dtype]
         gathered = size if low is None else tokens * n * low

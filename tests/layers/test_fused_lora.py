@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from memplan.layers.autograd import Recorder, Tensor
+from memplan.layers.fused_lora import work_of
 from memplan.layers.quantised import Gptq
 from memplan.layers.tuning import Adapters, FourBit, Layer, Packed, Tuning, fused
+from memplan.layers.work import Product
 from memplan.tape.events import Drop, Hold, Seam, Tape, fold
 from tests.oracle.optimizer_step import DTYPES
 from tests.oracle.tracer import Change
@@ -55,6 +57,18 @@ def test_queries_keys_and_values_by_hand() -> None:
     assert forward[0] == left
     assert forward[1] == left + tokens * K
     assert backward[0] == -2 * tokens * 3 * K + sum(4 * RANK * (K + n) for n in OUTPUTS.values())
+
+
+def test_products_by_hand() -> None:
+    """Forward and backward multiply the tokens with each weight once. Of an adapter's two matrices each is in one
+    product forward, and in three backward: gradients of both, and of the input."""
+    layers = [Layer(name, n, False, False) for name, n in OUTPUTS.items()]
+    adapters, tokens = Adapters(RANK, frozenset(OUTPUTS), 0.1, "fp32"), B * S
+    done = work_of(tokens, K, layers, adapters, "bf16", BNB.functions)
+    low = sum(2 * tokens * RANK * (K + n) for n in OUTPUTS.values())
+    whole = sum(2 * tokens * K * n for n in OUTPUTS.values())
+    for kernels, times in ((done.forward, 1), (done.backward, 3)):
+        assert sum(one.flops for one in kernels or () if isinstance(one, Product)) == whole + times * low
 
 
 def test_gptq_dequantises_all_three_weights_first() -> None:

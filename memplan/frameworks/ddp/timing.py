@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...search.time.collectives import collective
 from ...search.time.shape import ITEMSIZE
-from ...search.time.updates import Exchange, Replicas, beside
+from ...search.time.updates import Exchange, Replicas, beside, bucketed
 from ..plain.timing import PlainTime
 from .reducer import limits
 
@@ -13,12 +13,14 @@ class DdpTime(PlainTime):
     compared = ""
 
     def exposed(self, replicas: Replicas, rank: Exchange) -> float:
-        """Buckets are summed while backward goes on, but the last; ``ZeroRedundancyOptimizer`` broadcasts what its
-        owners updated."""
+        """Buckets, each of whole gradients, are summed while backward goes on, but the last;
+        ``ZeroRedundancyOptimizer`` broadcasts what its owners updated."""
         plan, rates, across = replicas.plan, replicas.rates, replicas.across
-        size = rank.trained * replicas.gradient
-        summed, bucket = collective(rates, "all-reduce", size, across), limits(plan.ddp)[1]
-        reduced = beside(rates, summed, rank.backward, bucket / size)
+        layers = zip(replicas.shape.entries.each, rank.work[0].counts, strict=False)
+        tensors = sum(n * sum(one.trained for one in own.parameters) for (own, _), (n, _) in layers)
+        bucket = max(limits(plan.ddp)[1] / replicas.gradient, rank.trained / max(1, tensors))
+        summed = bucketed(rates, "all-reduce", rank.trained, replicas.gradient, across, bucket)
+        reduced = beside(rates, summed, rank.backward, bucket / rank.trained)
         parameters = rank.trained * ITEMSIZE[plan.precision.stored]
         shared = collective(rates, "all-gather", parameters, across) if plan.layout.zero else 0.0
         return reduced * (rank.microbatches if plan.ddp.gradient_sync else 1) + shared

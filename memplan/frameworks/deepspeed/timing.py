@@ -15,9 +15,10 @@ class DeepspeedTime(PlainTime):
         plan = replicas.plan
         if plan.layout.zero == 3:
             return sharded(replicas, rank)
-        reduced, gathered = replicas.exchanged(rank.trained)
+        buckets = plan.deepspeed.reduce_bucket_size, plan.deepspeed.allgather_bucket_size
+        reduced, gathered = replicas.exchanged(rank.trained, buckets=buckets)
         if plan.deepspeed.overlap_comm:
-            reduced = beside(replicas.rates, reduced, rank.backward, plan.deepspeed.reduce_bucket_size / rank.trained)
+            reduced = beside(replicas.rates, reduced, rank.backward, buckets[0] / rank.trained)
         return reduced * (rank.microbatches if plan.layout.zero == 2 else 1) + gathered
 
     def mixed(self, plan: ResolvedPlan) -> bool:

@@ -342,21 +342,25 @@ def around_modules(
     return AroundModules(modules, known, passed(True), passed(False), whole)
 
 
+def of_one_device(plan: ResolvedPlan) -> ResolvedPlan:
+    """What one device runs of a module that is gathered: ``MixedPrecision`` gathers in the dtype of compute under
+    autocast, too, so that no weight is cast again."""
+    compute = dtypes(plan)[1]
+    precision = plan.precision.model_copy(update={"gradients": compute, "parameters": compute})
+    if not plan.precision.autocast:
+        precision = precision.model_copy(update={"parameters": None})
+    lora = plan.lora
+    if lora.rank is not None and plan.precision.autocast and not ignores_adapters(plan):
+        lora = lora.model_copy(update={"dtype": compute})
+    return plan.model_copy(update={"framework": "single", "precision": precision, "lora": lora})
+
+
 def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     """The one program that all ranks run."""
     given = plan.fsdp
     check(plan, given)
     shards, compute = dtypes(plan)
-    precision = plan.precision.model_copy(update={"gradients": compute, "parameters": compute})
-    if not plan.precision.autocast:
-        precision = precision.model_copy(update={"parameters": None})
-    ignored = ignores_adapters(plan)
-    lora = (
-        plan.lora
-        if plan.lora.rank is None or not plan.precision.autocast or ignored
-        else plan.lora.model_copy(update={"dtype": compute})
-    )
-    inner = plan.model_copy(update={"framework": "single", "precision": precision, "lora": lora})
+    ignored, inner = ignores_adapters(plan), of_one_device(plan)
     (single,) = plain.programs(without_pass(inner), with_seams(options))
     if plan.lora.rank is not None and any(not span.module.first.backward for span in single.spans[1:-2]):
         raise plan.wrong(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from ...layers.coverage import MEGATRON_CORE, check_covered
@@ -216,14 +217,16 @@ class MegatronTime(FrameworkTime):
     def exposed(self, replicas: Replicas, rank: Exchanged) -> float:
         """Experts' gradients have buckets of their own, on the same links."""
         given = replicas.plan.megatron
-        reduced, gathered = replicas.exchanged(rank.trained - rank.experts)
+        size = inf
+        if given.overlap_grad_reduce:  # without, one bucket has all gradients of a kind (``DistributedDataParallel``)
+            size = given.bucket_size or bucket_size(replicas.ranks)
+            size = rank.trained / given.buckets if given.buckets is not None else size
+        reduced, gathered = replicas.exchanged(rank.trained - rank.experts, None, (size, size))
         if rank.experts:
-            others = replicas.exchanged(rank.experts, replicas.across_experts)
+            others = replicas.exchanged(rank.experts, replicas.across_experts, (size, size))
             reduced, gathered = reduced + others[0], gathered + others[1]
         if given.overlap_grad_reduce:
-            size = given.bucket_size or bucket_size(replicas.ranks)
-            last = 1 / given.buckets if given.buckets is not None else size / rank.trained
-            reduced = beside(replicas.rates, reduced, rank.backward, last)
+            reduced = beside(replicas.rates, reduced, rank.backward, size / rank.trained)
         if given.overlap_param_gather:
             gathered = beside(replicas.rates, gathered, rank.forward, 0.0)
         return reduced + gathered

@@ -67,6 +67,17 @@ reduce-scatters of H100s reach 360, 345, 320, 300, 280 and 260 GB/s through 4, 8
 256 their largest reach 96, 90, 92, 79 and 72 of 100 GB/s
 (https://github.com/awslabs/awsome-distributed-ai/tree/main/micro-benchmarks/expert-parallelism)."""
 
+OWN = {"all-gather": 0.45, "reduce-scatter": 0.45, "all-reduce": 0.25}
+"""What a rank's own part, which it copies or sums last, costs in a ring over NVLink, as a part of another's. NVIDIA's
+sweeps of NCCL (https://github.com/ai-dynamo/aiconfigurator, aic-core/src/aiconfigurator_core/systems/data,
+``nccl_perf``; NCCL 2.27.3 on A100, 2.29.2 on later GPUs) gather 512 MiB among 2, 4 and 8 in 1,790, 2,102 and 2,288
+microseconds on A100, 1,039, 1,267 and 1,402 on H100, 612, 711 and 761 on B200, as if it cost 0.46, 0.36 and 0.51.
+Medians of these and of the same sums."""
+
+SHORT = 1 << 20
+"""Bytes of a rank's part up to which Blackwell's collectives have protocol LL128: their times jump beyond (8 MiB to 16
+among 8 GPUs from 44 to 104 microseconds, 4 MiB to 8 among 4 from 25 to 58; the same sweeps, B200)."""
+
 ALL_TO_ALL = 154e-6
 """Seconds that NCCL's takes between nodes besides its bytes: 8 MiB of 64 H800, whose adapters are assumed to be of 400
 Gb/s, take 338 and 296 microseconds (https://github.com/NVIDIA/nccl/issues/1531)."""
@@ -83,14 +94,15 @@ def collective(rates: Rates, kind: Kind, size: float, of: Group, choices: tuple[
         return _all_to_all(rates, size, of, choices)
     steps = 2 * (n - 1) if kind == "all-reduce" else n - 1
     bandwidth, linked = _bandwidth(rates, of)
-    if of.nodes == 1 and linked and rates.collective is not None and rates.hop is not None:
+    if of.nodes == 1 and linked and rates.collective is not None and rates.hop is not None and size > n * SHORT:
         return rates.collective + steps * rates.hop + steps / n * size / bandwidth
+    moved = (steps + OWN[kind] if of.nodes == 1 and linked else steps) / n * size
     hops = 2 * (of.nodes - 1) if kind == "all-reduce" else of.nodes - 1
     times = []
     for protocol in (_LL128, _SIMPLE):
         inside = protocol.link if linked else protocol.host
         latency = protocol.base + (steps - hops) * inside + hops * protocol.network
-        times.append(latency * _MICRO + steps / n * size / (bandwidth * protocol.share))
+        times.append(latency * _MICRO + moved / (bandwidth * protocol.share))
     if kind == "all-reduce" and of.nodes > 1:
         depth = ceil(log2(of.nodes))
         latency = _SIMPLE.base + 2 * ((of.local - 1) * _SIMPLE.link + depth * _SIMPLE.tree)

@@ -162,8 +162,11 @@ _ORDINARY = 50.06 / 66.9
 _ODD = 121 / 989.5
 """The same GPU: 50,257 columns (``cutlass_75_tensorop_bf16_s1688gemm_bf16_…_align1``), forward 96 TFLOP/s,
 gradients 134 to 146; three in a step of GPT-2 and of GPT-2 XL 119 to 122. Later GPUs
-run it, too. A100s took heads of 108 and 150 features as slowly as ordinary cores (BigScience's trials of 2022, within
-3 % in the median), and so are GPUs before Hopper timed."""
+run it, too. In 2022 A100s took heads of 108 and 150 features as slowly as ordinary cores (BigScience's trials, within
+3 % in the median). NVIDIA's guide has tensor cores take any rows from cuBLAS 11 on. Where PyTorch comes with CUDA 12,
+the kernel, which is made for Turing, is taken from ``TURING`` on: with 2.4.1 on A100 a vocabulary of 32,001 costs what
+it says (foundation-model-stack's steps of Mistral 7B)."""
+TURING = (7, 5)
 
 POWER = Power(690, 311, 0.71e-12, 61e-12, 1.41)
 """The same GPU, limited to 700 W, which it held at 690. Watts of four training steps for seconds on end (Llama 3 8B of
@@ -252,10 +255,11 @@ _NO_MEMORY = Fraction(_HOPPER.value, f"none found for this GPU; as {_HOPPER.sour
 
 _TOPO = "https://github.com/NVIDIA/nccl/blob/master/src/graph/topo.h"
 _NO_LINK = Fraction(20.0 / 25, f"none found for this GPU; as V100's in {_TOPO} (20.0 of 25 GB/s)")
+_NCCL = "https://github.com/ai-dynamo/aiconfigurator, aic-core/src/aiconfigurator_core/systems/data, nccl_perf"
 _LINK: Mapping[int, Fraction] = MappingProxyType(
     {
         7: Fraction(20.0 / 25, f"{_TOPO} (V100: 20.0 of 25 GB/s of a link)"),
-        8: Fraction(208 / 300, "https://github.com/NVIDIA/nccl-tests/issues/178, 149 (A100: 208 and 200 of 300 GB/s)"),
+        8: Fraction(221 / 300, f"{_NCCL} (A100: 221 of 300 GB/s beside a rank's own part)"),
         9: Fraction(370 / 450, "https://github.com/NVIDIA/nccl-tests/issues/212 (H100: 370 of 450 GB/s)"),
         10: Fraction(0.6735 * 2**30 / 1e9, f"{_B200} (all_gather: 0.6735 of 900 GiB/s)"),
     }
@@ -286,10 +290,11 @@ def default(
     narrow: bool = False,
     newest: bool = False,
     early: bool = False,
+    any_shape: bool = False,
 ) -> Efficiency:
     """Of ``gpu`` (a name of ``memplan.device.gpus``); ``fused_kernels`` where cuDNN has attention's, ``older`` before
     FlashAttention-2, ``narrow`` where PyTorch loads 8 bytes at a time, ``newest`` where cuBLAS has ``nvjet``, ``early``
-    where it is 12.1."""
+    where it is 12.1, ``any_shape`` where it is 12 or later."""
     limited = (newest or early) and SAME_CHIP.get(gpu, gpu) in _NEWEST
     matrix = _measured(gpu, newest, early) or Fraction(_median([one.value for one in _MATRIX.values()]), _ASSUMED)
     major, minor = capability or (0, 0)
@@ -325,7 +330,7 @@ def default(
         _EXCHANGE.get(major),
         _LOW.get(SAME_CHIP.get(gpu, gpu)),
         _ORDINARY if major == 9 else None,
-        _ODD if major >= 9 else None,
+        _ODD if major >= 9 or (any_shape and (major, minor) >= TURING) else None,
         POWER if limited else None,
         sources,
     )

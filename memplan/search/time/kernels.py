@@ -5,8 +5,8 @@ A product of (m, k) by (k, n) is cut into output tiles, which are dealt out to t
 costs as much as a whole one, and the last wave as much as a full one (NVIDIA, Matrix Multiplication Background User's
 Guide, sections 2.3 and 3: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/).
 Tensor cores want 16 bytes' worth of elements in every row (section 2.2); of other shapes they reach a small part of
-their peak, and before Hopper ordinary cores take them. These take fp32, too, which PyTorch does not turn into TF32
-unless told to (``torch.backends.cuda.matmul.allow_tf32``), while Transformer Engine does (``Product.tf32``).
+their peak, or ordinary cores take them (``Efficiency.odd``). These take fp32, too, which PyTorch does not turn into
+TF32 unless told to (``torch.backends.cuda.matmul.allow_tf32``), while Transformer Engine does (``Product.tf32``).
 """
 
 from __future__ import annotations

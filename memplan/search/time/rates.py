@@ -230,6 +230,7 @@ class Software(NamedTuple):
     narrow: bool
     newest: bool
     early: bool
+    any_shape: bool
 
 
 def _software(plan: ResolvedPlan) -> Software:
@@ -238,7 +239,8 @@ def _software(plan: ResolvedPlan) -> Software:
     preferred = plan.attention == "flash" and not plan.environment.get(DEPRIORITIZED)
     cudnn = fused or (preferred and not before(plan, CUDNN_ATTENTION))
     early = before(plan, CUDA_12_4) and not before(plan, CUDA_12_1)
-    return Software(cudnn, older, not fused and before(plan, WIDE_LOADS), not before(plan, NVJET), early)
+    any_shape = not before(plan, CUDA_12_1)
+    return Software(cudnn, older, not fused and before(plan, WIDE_LOADS), not before(plan, NVJET), early, any_shape)
 
 
 def _low_of(plan: ResolvedPlan) -> tuple[float, bool] | None:

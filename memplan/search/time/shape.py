@@ -264,7 +264,7 @@ def elements(entries: Entries, work: tuple[StageWork, ...]) -> Elements:
         )
         for parameter in entry.parameters * present
     }
-    parts = [(_counted(ends.values()), 1)]
+    parts = [(counted(ends.values()), 1)]
     parts += [(one, n) for chunk in work for one, (n, _) in zip(of_each(entries), chunk.counts, strict=False) if n]
     return Elements(*(sum(times * own[at] for own, times in parts) for at in range(3)))
 
@@ -278,10 +278,11 @@ def of_each(entries: Entries) -> tuple[Elements, ...]:
 @lru_cache(maxsize=1 << 14)
 def _of_passes(own: Passes) -> Elements:
     """Of one module, of hundreds of parameters where a rank has as many experts."""
-    return _counted(own.parameters)
+    return counted(own.parameters)
 
 
-def _counted(parameters: Collection[Parameter]) -> Elements:
+def counted(parameters: Collection[Parameter]) -> Elements:
+    """Of these ``parameters`` together."""
     trained = [one for one in parameters if one.trained]
     experts = sum(one.elements for one in trained if one.expert)
     return Elements(sum(one.elements for one in parameters), sum(one.elements for one in trained), experts)

@@ -6,12 +6,13 @@ Communication that a framework runs beside backward or forward counts only as fa
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from ...frameworks import framework
 from ...plan.plan import ResolvedPlan
 from ...values import NamedTuple, dataclass
-from .collectives import Group, collective, group
+from .collectives import Group, Kind, collective, group
 from .kernels import overlapped, streamed
 from .layer import EntryTimes, LayerTimes
 from .rates import Rates
@@ -80,16 +81,23 @@ class Replicas:
         together = self.shape.ranks.ep * self.shape.ranks.etp
         return group(max(1, self.ranks * self.shape.ranks.t // together), together, self.rates.node)
 
-    def exchanged(self, elements: float, across: Group | None = None) -> tuple[float, float]:
+    def exchanged(
+        self, elements: float, across: Group | None = None, buckets: tuple[float, float] = (inf, inf)
+    ) -> tuple[float, float]:
         """Seconds in which gradients of so many parameters are summed ``across`` ranks, whole or to their owners, and
-        in which those give the parameters back."""
+        in which those give the parameters back; ``buckets``: elements of what is summed, and given back, at once."""
         across = self.across if across is None else across
-        summed, zero = elements * self.gradient, self.plan.layout.zero
+        zero, of = self.plan.layout.zero, ITEMSIZE[self.plan.precision.dtype]
         if zero == 0:
-            return collective(self.rates, "all-reduce", summed, across), 0.0
-        parameters = elements * ITEMSIZE[self.plan.precision.dtype]
-        reduced = collective(self.rates, "reduce-scatter", summed, across)
-        return reduced, collective(self.rates, "all-gather", parameters, across)
+            return bucketed(self.rates, "all-reduce", elements, self.gradient, across, buckets[0]), 0.0
+        reduced = bucketed(self.rates, "reduce-scatter", elements, self.gradient, across, buckets[0])
+        return reduced, bucketed(self.rates, "all-gather", elements, of, across, buckets[1])
+
+
+def bucketed(rates: Rates, kind: Kind, elements: float, size: int, across: Group, bucket: float) -> float:
+    """Seconds of collectives of so many ``elements`` of ``size`` bytes together, each of one ``bucket`` of them."""
+    count = max(1, ceil(elements / bucket)) if bucket else 1
+    return count * collective(rates, kind, elements * size / count, across)
 
 
 class Exchange(NamedTuple):
@@ -144,6 +152,17 @@ def beside(rates: Rates, communication: float, work: float, tail: float) -> floa
     return last + overlapped(rates, communication - last, work)
 
 
+class Ends(NamedTuple):
+    """Units of FSDP around the layers. One, the root's, has embedding, norm and head, and is gathered before the
+    layers, unless those ``behind`` them are apart."""
+
+    behind: int = 0
+    """Parameters of a unit with norm and head."""
+    again: bool = False
+    """Whether backward gathers again the unit with the head. Nothing runs beside: the gather waits until its forward,
+    behind which parameters were freed, has ended (``FSDPParamGroup.unshard``, ``_reshard_after_forward_event``)."""
+
+
 def sharded(
     replicas: Replicas,
     rank: Exchange,
@@ -153,6 +172,7 @@ def sharded(
     reduces_once: bool = False,
     flat: bool = False,
     ahead: bool = True,
+    ends: Ends | None = None,
 ) -> float:
     """FSDP and ZeRO-3: each layer is gathered while the one before it runs, and its gradients are scattered while the
     next backward runs. What is longer than a layer's pass is exposed, and so are the first gather and last scatter;
@@ -160,12 +180,16 @@ def sharded(
     (``_fsdp_collectives.py``, ``foreach_all_gather_copy_out`` and ``foreach_reduce_scatter_copy_in``; DeepSpeed's
     ``AllGatherCoalescedHandle.wait`` and ``__add_grad_to_ipg_bucket``).
 
-    Gradients are summed across ``groups`` of shards, for the last micro-batch alone if it ``reduces_once``; backward
-    ``regathers`` a layer, not ``ahead`` of its turn where nothing asks for it before: then nothing runs beside.
+    Gradients are summed across ``groups`` of shards, for the last micro-batch alone if it ``reduces_once``; backward of
+    each ``regathers`` a layer, not ``ahead`` of its turn where nothing asks for it before: then nothing runs beside.
 
     Parameters of FSDP1 are views of a ``flat`` one, which is gathered in place. Their gradients come together as one
     (``SplitWithSizesBackward``), which is cast if it is reduced in another dtype, and divided before it is reduced
-    (``_runtime_utils.py``, ``_reduce_grad``)."""
+    (``_runtime_utils.py``, ``_reduce_grad``).
+
+    With ``ends`` the units are FSDP's: no layer runs before the first layer's gather, nor behind its scatter, so that
+    both are exposed, too; the last layer is gathered again while the head's backward runs. Without, parameters come
+    module by module (DeepSpeed's ``fetch_sub_module``), or a pipeline's stage gathers its own once."""
     plan, rates, shape = replicas.plan, replicas.rates, replicas.shape
     owners, trained = replicas.own.owners(replicas), rank.trained / rank.held
     shards = group(owners, plan.layout.tp, rates.node)
@@ -198,25 +222,42 @@ def sharded(
     def flattened(count: float) -> float:
         return streamed(rates, count * trained * brought)
 
-    forward = backward = layers = 0.0
+    def in_backward(gather: float, scatter: float, took: float) -> float:
+        """Exposed seconds of one gather and one scatter while something ``took`` so long."""
+        aside = overlapped(rates, (gather if ahead else 0.0) + scatter, took)
+        return aside if ahead else aside + gather
+
     sizes = [one for chunk in rank.work for one, _ in zip(of_each(shape.entries), chunk.counts, strict=False)]
-    for size, (times, count, recomputed) in zip(sizes, rank.kinds, strict=True):
-        if not count:
-            continue
-        again = of_layer(gathered, size) if regathers else 0.0
-        aside = overlapped(rates, of_layer(gathered, size), times.forward)
-        forward += count * (aside + unflattened(size.held))
-        took = times.backward + times.recompute * recomputed / count
-        aside = overlapped(rates, (again if ahead else 0.0) + of_layer(scattered, size), took)
-        aside += 0.0 if ahead else again
-        backward += count * (aside + flattened(size.held) + (unflattened(size.held) if regathers else 0.0))
-        layers += count * size.held
-    ends = max(0.0, rank.held - layers)
-    forward += gathered(ends) + unflattened(ends)
-    backward += scattered(ends) + flattened(ends)
+    layers = [(size, *kind) for size, kind in zip(sizes, rank.kinds, strict=True) if kind[1]]
+    around = max(0.0, rank.held - sum(float(count * size.held) for size, _, count, _ in layers))
+    apart = float(ends.behind) if ends else 0.0
+
+    def exposed(reduces: bool) -> float:
+        """Of one micro-batch, which ``reduces`` its gradients or leaves that to a later one."""
+        total, first = gathered(around - apart) + unflattened(around), None
+        total += scattered(around - apart) + flattened(around) if reduces else 0.0
+        for size, times, count, recomputed in layers:
+            gather, scatter = of_layer(gathered, size), of_layer(scattered, size) if reduces else 0.0
+            took, again = times.backward + times.recompute * recomputed / count, gather if regathers else 0.0
+            total += count * (overlapped(rates, gather, times.forward) + in_backward(again, scatter, took))
+            total += count * (unflattened(size.held) * (1 + regathers) + (flattened(size.held) if reduces else 0.0))
+            first = first or (gather, again, scatter, times.forward, took)
+        if not (ends and first):
+            return total
+        gather, again, scatter, passed, took = first
+        reduced = scattered(apart) if reduces else 0.0
+        total += gather - overlapped(rates, gather, passed) + overlapped(rates, gathered(apart), passed)
+        total += scatter + in_backward(again, reduced, rank.times.head.backward) - in_backward(again, scatter, took)
+        if apart and regathers:
+            total += overlapped(rates, gathered(around - apart), took) + unflattened(around - apart)
+        if ends.again:
+            total += gathered(apart or around) + unflattened(apart or around)
+        return total
+
+    whole = exposed(True)
     if plan.layout.pp > 1:
-        return forward + backward
-    return rank.microbatches * forward + (1 if reduces_once else rank.microbatches) * backward
+        return whole
+    return whole + (rank.microbatches - 1) * (exposed(False) if reduces_once else whole)
 
 
 def _tied(replicas: Replicas, work: tuple[StageWork, ...]) -> float:

@@ -25,10 +25,42 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def test_a_large_ring_moves_its_bytes_at_the_links_rate() -> None:
-    """2 (n - 1) / n of them for all-reduce, half of it for the others; 208 GB/s of an A100's links."""
+    """2 (n - 1) / n of them for all-reduce; 221 GB/s of an A100's links, 208 without what a rank's own part takes."""
     size = 8e9
-    assert collective(A100, "all-reduce", size, NODE) == pytest.approx(2 * 7 / 8 * size / 208e9, rel=0.01)
+    assert collective(A100, "all-reduce", size, NODE) == pytest.approx((2 * 7 + 0.25) / 8 * size / 221e9, rel=0.01)
     assert collective(A100, "all-gather", size, NODE) == pytest.approx(7 / 8 * size / 208e9, rel=0.01)
+
+
+SWEPT = {  # microseconds of 64 and of 512 MiB among 2, 4 and 8 GPUs of a node
+    ("a100-80gb", "all-gather"): ((266, 1790), (325, 2102), (352, 2288)),
+    ("a100-80gb", "reduce-scatter"): ((230, 1612), (303, 1982), (327, 2207)),
+    ("a100-80gb", "all-reduce"): ((392, 2781), (544, 3716), (595, 4226)),
+    ("h100-80gb", "all-gather"): ((159, 1039), (195, 1267), (208, 1402)),
+    ("h100-80gb", "reduce-scatter"): ((169, 1078), (195, 1300), (201, 1399)),
+    ("h100-80gb", "all-reduce"): ((255, 1686), (330, 2300)),
+    ("b300", "all-gather"): ((94, 604), (107, 703), (136, 757)),
+    ("b300", "reduce-scatter"): ((99, 645), (106, 722), (135, 765)),
+    ("b300", "all-reduce"): ((146, 988), (180, 1261)),
+}
+
+
+@pytest.mark.parametrize(("gpu", "kind"), SWEPT)
+def test_collectives_of_a_node_as_nvidia_swept_them(gpu: str, kind: str) -> None:
+    """aiconfigurator's ``nccl_perf`` (NCCL 2.27.3 and 2.29.2); 8 GPUs from Hopper on sum in their switch, which is not
+    modelled."""
+    rates = rates_of(plan(model="gpt2", gpu=gpu, dtype="bf16"))
+    for ranks, measured in zip((2, 4, 8), SWEPT[gpu, kind], strict=False):
+        for mebibytes, microseconds in zip((64, 512), measured, strict=True):
+            predicted = collective(rates, kind, float(mebibytes << 20), group(ranks, 1, 8))
+            assert predicted * 1e6 == pytest.approx(microseconds, rel=0.16)
+
+
+def test_short_messages_on_b200_have_no_latency_of_long_ones() -> None:
+    """8 MiB among 8 GPUs take 44 microseconds, 16 take 104 (the same sweep)."""
+    rates = rates_of(plan(model="gpt2", gpu="b200", dtype="bf16"))
+    short, long = (collective(rates, "all-gather", float(size << 20), NODE) for size in (8, 16))
+    assert short == pytest.approx(44e-6, rel=0.15)
+    assert long == pytest.approx(104e-6, rel=0.15)
 
 
 def test_nothing_to_do() -> None:

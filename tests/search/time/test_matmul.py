@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from memplan.layers.work import Product, Scan, linear
-from memplan.search.time import Efficiency, rates_of
+from memplan.search.time import Efficiency, rates_of, step_time
 from memplan.search.time.attention import Fused
 from memplan.search.time.kernels import GAP, LAUNCH, alone, in_parts, matmul, streamed
 from memplan.search.time.power import at
@@ -75,7 +75,7 @@ def test_more_to_sum_takes_longer(m: int, n: int, k: int) -> None:
     assert matmul(A100, m, n, 8 * (k + 1)) >= matmul(A100, m, n, 8 * k)
 
 
-def test_rows_of_no_whole_16_bytes_leave_the_tensor_cores_before_hopper() -> None:
+def test_rows_of_no_whole_16_bytes_left_the_tensor_cores_before_hopper() -> None:
     """Heads of 150 features, as BigScience's first trials had them, beside heads of 152."""
     odd, even = (matmul(A100, 2048, 2048, d, 12) for d in (150, 152))
     assert odd > 4 * even
@@ -87,13 +87,24 @@ def test_rows_of_no_whole_16_bytes_leave_the_tensor_cores_before_hopper() -> Non
         ("h200", 121e12),
         ("h100-80gb", 121e12 * 66.9 / 67),
         ("b200", 121e12 * 75 / 67),
+        ("a100-80gb", 121e12 * 2 * 19.5 / 67),  # of 64 lanes in each multiprocessor, where Hopper has 128
     ],
 )
 def test_rows_of_no_whole_16_bytes_by_multiprocessors_and_clock(gpu: str, rate: float) -> None:
     """The kernel that an H200 takes (121 TFLOP/s) is as fast on each later GPU as their multiprocessors and clocks,
     which fp32 rates say, are to an H200's (67 TFLOP/s); no GPU is faster with odd rows than with others."""
     rates = rates_of(plan(model="gpt2", gpu=gpu, dtype="bf16"))
-    assert rates.odd == pytest.approx(min(rate, rates.matrix), rel=1e-3)
+    assert rates.odd == pytest.approx(min(rate, rates.matrix), rel=3e-3)
+
+
+def test_rows_of_no_whole_16_bytes_take_the_tensor_cores_of_an_a100_from_cuda_12_on() -> None:
+    """Mistral 7B with a vocabulary of 32,001, four sequences of 4,096 tokens: 5.35 s measured with PyTorch 2.4.1
+    (foundation-model-stack's runs). On ordinary cores the head alone, 12.9 TFLOP, would take 0.9 s of it."""
+    job = {"model": "mistral-7b", "vocab": 32_001, "gpu": "a100-80gb", "framework": "single", "dtype": "bf16"}
+    sizes = {"seq": 4096, "mbs": 4, "recompute": "full", "use_reentrant": "true", "attention": "flash_attention_2"}
+    newer, older = (step_time(plan(**job, **sizes, torch=torch)).total for torch in ("2.4.1", "2.0"))
+    assert newer == pytest.approx(5.35, rel=0.04)
+    assert older - newer > 0.6
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [((682, 4096, 7168), "m"), ((4096, 7168, 682), "k")])
