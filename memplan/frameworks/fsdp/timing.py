@@ -6,7 +6,6 @@ from ...layers.counting import GRAPHS
 from ...layers.module import Options, joined
 from ...plan.plan import ResolvedPlan
 from ...search.time.host import Host
-from ...search.time.rates import before
 from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, counted
 from ...search.time.updates import HOST_ADAM_TORCH, Ends, Exchange, Replicas, node_gpus, sharded
 from ..plain.timing import PlainTime, last_of_each, of_kinds, work_of_layers
