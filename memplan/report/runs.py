@@ -151,7 +151,7 @@ def print_runs(rows: Sequence[Row], ids: Sequence[str], console: Console) -> Non
     put(console, runs_table(rows, ids, console))
     for row in [row for row in rows if isinstance(row, Unreadable)]:
         put(console, Text(), Text.assemble((f"{shortest(row.id, ids)} cannot be read", CAUTION), f": {row.problem}"))
-    put(console, Text(), Text("difference: of the estimate from what was measured, on the worst stage", FAINT))
+    put(console, Text(), Text("difference: estimate from measurement, on the stage where it is largest", FAINT))
 
 
 def runs_table(rows: Sequence[Row], ids: Sequence[str], console: Console) -> Table:
@@ -294,10 +294,11 @@ def _categories(record: Record, found: Sequence[Difference], unit: Unit) -> Iter
             )
     live = sum(count for name, count in estimated.breakdown.items() if name not in NOT_COMPARED)
     apart = live != estimated.requested_bytes
-    words = "measured: where most is requested; estimated: where most is allocated, which is another moment"
-    yield from spaced(
-        table, *([Text(f"{words}, with {unit.figure(live)} {unit.name} requested", FAINT)] if apart else [])
+    words = (
+        "the columns are of different moments: measured when most bytes were requested, estimated when most are "
+        f"allocated ({unit.figure(live)} {unit.name} requested then)"
     )
+    yield from spaced(table, *([Text(words, FAINT)] if apart else []))
 
 
 def _most_loaded(ranks: Sequence[RankReading], stage: int) -> RankReading | None:
