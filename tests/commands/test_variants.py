@@ -91,7 +91,7 @@ def test_frameworks_are_compared_like_with_like(capsys: pytest.CaptureFixture[st
     shown = capsys.readouterr().out
     assert "framework=fsdp       all sharded; fp32 parameters\n" in shown
     assert "framework=deepspeed  all sharded; bf16 parameters with fp32 copies\n" in shown
-    assert "framework=ddp        nothing sharded; bf16 parameters alone\n" in shown
+    assert "framework=ddp        nothing sharded; only bf16 parameters\n" in shown
 
 
 def test_a_refused_value_stands_in_its_row(capsys: pytest.CaptureFixture[str]) -> None:
