@@ -29,7 +29,7 @@ EXPERTS, ADAPTERS = "experts and hybrids", "adapters"
 PUBLISHED_ERRORS: Mapping[str, Mapping[str, float]] = MappingProxyType(
     {
         REPLICAS: {"a100-40gb": 0.024, "a100-80gb": 0.020, "h100-80gb": 0.021, "h100-96gb": 0.089},
-        DIVIDED: {"a100-80gb": 0.031, "b200": 0.064, "h100-80gb": 0.080},
+        DIVIDED: {"a100-80gb": 0.031, "b200": 0.068, "h100-80gb": 0.080},
         DIVIDED_LOW: {"h100-80gb": 0.034, "gb300": 0.040},
         ADAPTERS: {"a100-80gb": 0.015, "h200": 0.119},
     }
