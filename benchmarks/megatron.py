@@ -374,11 +374,6 @@ def b200_plan(row: Row) -> Plan:
     return resolve(read.plan)
 
 
-def b200_dense(rows: Sequence[Row]) -> list[Row]:
-    """Those of the dense model without context parallelism."""
-    return [row for row in rows if row["model"] == "llama3-70b" and "cp" not in row["parallel"]]
-
-
 def b200(rows: Sequence[Row]) -> Table:
     """Every rank's allocated and reserved memory."""
     compared = tuple(comparison for row in rows for comparison in _b200(row))

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import fms, kernel_times, nvidia  # noqa: E402
 from benchmarks.measured import bigscience_plan, plan_of, read_rows  # noqa: E402
-from benchmarks.megatron import b200_dense, b200_plan  # noqa: E402
+from benchmarks.megatron import b200_plan  # noqa: E402
 from memplan.layers.work import SOFTMAX, STRIDED, WIDENED, Stream  # noqa: E402
 from memplan.plan.count import parameters  # noqa: E402
 from memplan.plan.errors import PlanError  # noqa: E402
@@ -205,11 +205,12 @@ def _parameters_times_batch(row: Row) -> float:
     return float(parameters * row["global_batch_size"] / gpus)
 
 
-def b200(rows: Sequence[Row]) -> Table:
-    """The dense rows."""
-    dense = b200_dense(rows)
-    timed = tuple(_timed(row["id"], row["step_ms"] / 1e3, resolve(b200_plan(row))) for row in dense)
-    return Table("megatron_b200.jsonl", "b200", timed)
+def b200(rows: Sequence[Row]) -> list[Table]:
+    """Those of the dense model, in sequences of 4,096 and, with context parallelism, of 32,768; DeepSeek V2's apart."""
+    timed = [_timed(row["id"], row["step_ms"] / 1e3, resolve(b200_plan(row))) for row in rows]
+    apart = {"b200": [one for one in timed if one.kind != EXPERTS]}
+    apart["b200 in 16 bits with experts"] = [one for one in timed if one.kind == EXPERTS]
+    return [Table("megatron_b200.jsonl", name, tuple(of)) for name, of in apart.items()]
 
 
 def grand_teton() -> Efficiency:

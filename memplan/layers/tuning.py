@@ -162,6 +162,8 @@ class FourBit(Packed):
     """Scales in 8 bits, with scales of their own."""
     copied: bool = True
     """Every weight has a copy of the table of 8-bit values of its scales."""
+    issue: work.Issue = work.FOUR_BITS
+    """Of the kernel that dequantises an element."""
 
     def packed(self, shape: Shape) -> tuple[int, ...]:
         return (-(-prod(shape) // 2),)
@@ -190,7 +192,7 @@ class FourBit(Packed):
 
     @property
     def functions(self) -> Functions:
-        return Functions(self.fast_dequantised, overwrites=True, ahead=False, issue=work.FOUR_BITS)
+        return Functions(self.fast_dequantised, overwrites=True, ahead=False, issue=self.issue)
 
     def fast_dequantised(self, r: Recorder, n: int, k: int, name: str) -> Tensor:
         """``fast_dequantize``."""
@@ -526,7 +528,7 @@ def matmul_four_bit(r: Recorder, x: Tensor, layer: Layer, four_bit: FourBit) -> 
         del weight
         return [grad_x]
 
-    done = work.linear_four_bit(prod(shape[:-1]), n, k, dtype, four_bit.dtype)
+    done = work.linear_four_bit(prod(shape[:-1]), n, k, dtype, four_bit.dtype, four_bit.issue)
     out.node = r.node((x,), (), backward, work=done)
     return out
 

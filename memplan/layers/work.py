@@ -71,6 +71,9 @@ logits on an H100 (torch 2.11, https://github.com/FlashML-org/FreeToken/pull/319
 FOUR_BITS = Issue(1100)
 """bitsandbytes' ``kDequantizeBlockwise`` (NF4 to bf16) in a step of Llama 3 8B there: 64.6 microseconds for 58.7
 million elements, 20.2 for 16.8, 6.3 for 4.2."""
+FOUR_BITS_BY_BRANCHES = Issue(1850)
+"""The same before bitsandbytes 0.48, where a table replaced branches: on A100 and H100 it is 1.36 to 2.07 times as fast
+(https://github.com/bitsandbytes-foundation/bitsandbytes/pull/1747), 1.68 in the geometric mean of these two."""
 FOUR_BIT_CALLS, FOUR_BIT_CALLS_BACKWARD = 4, 3
 """Operators in whose time the host calls a 4-bit linear layer (``Linear4bit.forward``, ``MatMul4Bit``, the library's
 own operators in Python) beside its kernels: 106 microseconds forward, 57 backward, by seven of a Llama's layer with
@@ -275,9 +278,10 @@ def products(
     )
 
 
-def linear_four_bit(tokens: int, n: int, k: int, dtype: str, whole: str) -> Operator:
-    """bitsandbytes' product with a 4-bit weight (n, k), which is dequantised to ``whole`` before each."""
-    unpacked = Stream((0.5 + ITEMSIZE[whole]) * n * k, issue=FOUR_BITS.of(n * k))
+def linear_four_bit(tokens: int, n: int, k: int, dtype: str, whole: str, issue: Issue = FOUR_BITS) -> Operator:
+    """bitsandbytes' product with a 4-bit weight (n, k), which is dequantised to ``whole`` before each, by a kernel that
+    takes ``issue`` an element."""
+    unpacked = Stream((0.5 + ITEMSIZE[whole]) * n * k, issue=issue.of(n * k))
     product = linear(tokens, n, k, dtype, needs_weight=False)
     calls = Stream(0, FOUR_BIT_CALLS), Stream(0, FOUR_BIT_CALLS_BACKWARD)
     return product.after((calls[0], unpacked), (calls[1], unpacked))

@@ -203,6 +203,9 @@ CODE_COPIED: Version = (0, 46)
 """Every doubly quantised weight has a copy of the table of 8-bit values (``functional.py``, ``quantize_blockwise``);
 before, all share one."""
 
+LOOKED_UP: Version = (0, 48)
+"""4-bit values are looked up in a table; before, branches lead to each (``dDequantizeNF4``; pull request 1746)."""
+
 
 def parsed(version: str) -> Version:
     return tuple(int(part) for part in version.split("."))

@@ -178,7 +178,8 @@ class MegatronTime(FrameworkTime):
 
     def host(self, plan: ResolvedPlan) -> Host:
         host = TRANSFORMER_ENGINE if plan.megatron.transformer_impl == "transformer_engine" else Host()
-        return host._replace(replays=plan.megatron.cuda_graphs == "full_iteration")
+        replays = plan.megatron.cuda_graphs == "full_iteration"
+        return host._replace(replays=replays, reads=not plan.experts.pad_to_capacity)
 
     def rounding(self, plan: ResolvedPlan) -> float:
         """Experts take whole rows each, less than their share by one at most (``Product.regrouped``), and drop such."""

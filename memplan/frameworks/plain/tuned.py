@@ -13,11 +13,12 @@ from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter, hold_bytes
 from ...layers.quantised import Awq, Gptq, Int8
 from ...layers.tuning import NESTED_CODE, Adapters, FourBit, Packed, Tuning
+from ...layers.work import FOUR_BITS, FOUR_BITS_BY_BRANCHES
 from ...optimizers.base import EMBEDDINGS, State, optimizer_states
 from ...plan.errors import PlanError
 from ...plan.lora import HEAD, WORD, adapted, of_experts, saved
 from ...plan.plan import Optimizer, ResolvedPlan
-from ...plan.releases import CODE_COPIED, FLUSHES_MIB, GPTQ_CASTS, casts_back, parsed, release
+from ...plan.releases import CODE_COPIED, FLUSHES_MIB, GPTQ_CASTS, LOOKED_UP, casts_back, parsed, release
 from ...plan.tuning_checks import is_tuned
 from ...tape.events import Category, Hold, Tape, rounded
 from ...tape.program import drop_all
@@ -76,8 +77,9 @@ def four_bit_of(plan: ResolvedPlan) -> FourBit | None:
     """bitsandbytes' 4-bit weights."""
     if plan.quantisation.kind not in ("nf4", "fp4"):
         return None
-    copies = release(plan, "bitsandbytes") >= CODE_COPIED
-    return FourBit(plan.precision.dtype, plan.quantisation.double, copies)
+    library = release(plan, "bitsandbytes")
+    issue = FOUR_BITS if library >= LOOKED_UP else FOUR_BITS_BY_BRANCHES
+    return FourBit(plan.precision.dtype, plan.quantisation.double, library >= CODE_COPIED, issue)
 
 
 def frozen_layer(tuning: Tuning) -> Tuning:

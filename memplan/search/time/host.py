@@ -62,6 +62,9 @@ class Host(NamedTuple):
     """and of one that backward calls."""
     replays: bool = False
     """A CUDA graph launches the whole iteration."""
+    reads: bool = True
+    """It reads how many rows each expert has: not where all have as many (``MoEAlltoAllTokenDispatcher.preprocess``,
+    ``drop_and_pad``)."""
     blocking: bool = False
     """The host waits for every kernel (``CUDA_LAUNCH_BLOCKING``), so that nothing runs beside its Python."""
 

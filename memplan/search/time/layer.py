@@ -60,7 +60,7 @@ def _clock(work: Passes, rates: Rates, ranks: Ranks, host: Host) -> float:
 @lru_cache(maxsize=1 << 14)
 def _passes(work: Passes, rates: Rates, ranks: Ranks, host: Host) -> tuple[float, float, float]:
     """Forward, backward, and exposed communication of both."""
-    before, behind = _read(work.forward)
+    before, behind = _read(work.forward) if host.reads else (work.forward, ())
     first = _pass(before, rates, ranks, host, False, work.forward_replayed)
     second = _pass(behind, rates, ranks, host, False, NO_CALLS)
     back = _pass(work.backward, rates, ranks, host, True, work.backward_replayed)

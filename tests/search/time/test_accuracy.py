@@ -48,13 +48,13 @@ def test_one_gpu_was_compared_where_several_were_not() -> None:
 def test_layers_that_megatron_divides_have_errors_of_their_own() -> None:
     """On H100 those of FSDP's steps, which are a quarter of it, stood there; in 8 bits others were compared."""
     divided, low = PUBLISHED_ERRORS[DIVIDED], PUBLISHED_ERRORS[DIVIDED_LOW]
-    assert of("h100-80gb", framework="megatron", tp=2) == divided["h100-80gb"] > 4 * of("h100-80gb")
+    assert of("h100-80gb", framework="megatron", tp=2) == divided["h100-80gb"] > 3 * of("h100-80gb")
     assert of("h100-80gb", framework="megatron", fp8="tensorwise") == low["h100-80gb"] < divided["h100-80gb"]
     assert of("h200", framework="megatron") == of("gb200", framework="megatron") == max(divided.values())
 
 
 def test_what_all_steps_of_a_code_are_wrong_by_does_not_make_layouts_equally_fast() -> None:
-    """Megatron's steps on H100 are 9 % off, all of them too fast; FSDP's there say how far single ones scatter."""
+    """Megatron's steps on H100 are 8 % off, all of them too fast; FSDP's there say how far single ones scatter."""
 
     def apart(gpu: str, **flags: object) -> float:
         return error_between_layouts(plan(**{"model": "llama-3-8b", "framework": "megatron", "gpu": gpu, **flags}))
@@ -93,7 +93,7 @@ def test_adapters_beside_experts_have_the_larger_of_both() -> None:
 
 
 def test_adapters_and_trls_loops_have_no_more_than_was_compared() -> None:
-    """Four runs with LoRA on A100, two on H200, whose error others have; none of DPO."""
+    """Runs with LoRA on A100, two on H200, whose error others have; none of DPO."""
     assert of("a100-80gb", lora_rank=16) == of("a100-80gb") > PUBLISHED_ERRORS[ADAPTERS]["a100-80gb"]
     assert (
         of("h100-80gb", lora_rank=16)

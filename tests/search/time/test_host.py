@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memplan.layers.work import NO_CALLS, Calls, Exchange, Product, Stream
-from memplan.search.time import entry_times, shape_of
+from memplan.search.time import entry_times, kernels, shape_of
 from memplan.search.time.host import (
     BACKWARD,
     GRACE,
@@ -125,3 +125,18 @@ def test_the_host_does_not_hold_up_large_experts(kind: str) -> None:
     forward, backward = MOE_LAYERS[kind]
     assert seconds(layer.forward, TRANSFORMER_ENGINE, 1.0, False, NO_CALLS) < 1e-3 * forward
     assert seconds(layer.backward, TRANSFORMER_ENGINE, 1.0, True, NO_CALLS) < 1e-3 * backward
+
+
+def test_the_host_runs_ahead_where_experts_are_padded_to_capacity() -> None:
+    """Megatron-Core fills the numbers of rows in on the host then, and reads none from the device: a pass takes what
+    the slower of both does."""
+    job = {"model": "deepseek-v2", "framework": "megatron", "gpu": "b200", "gpus": 8, "ep": 8, "seq": 4096, "mbs": 1}
+    capacity = {"moe_capacity_factor": 1, "moe_dispatcher": "alltoall", "dtype": "bf16"}
+    given = plan(**job, **capacity, moe_pad_to_capacity="true")
+    shape, rates = shape_of(given), rates_of(given)
+    layer = shape.entries.layer.forward
+    spent = kernels.seconds(layer, rates, shape.ranks)
+    called = seconds(layer, shape.host, rates.host_slower, False, shape.entries.layer.forward_replayed)
+    assert entry_times(given).layer.forward == pytest.approx(max(spent.device + spent.exposed, called))
+    assert not shape.host.reads
+    assert shape_of(plan(**job, **capacity)).host.reads
