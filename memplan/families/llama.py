@@ -145,9 +145,9 @@ def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape)
     if r.kernels is None or r.kernels.rope is None:
         return (family(shape.spec.family).rotary or rotary)(r, q, k, shared)
     copied, by_head = head_by_head(shape), normed_by_head(r, shape)
-    heads = (shape.spec.heads, shape.spec.kv_heads)
-    laid_out = (by_head and heads[0] > 1, by_head and heads[1] > 1)
-    return r.kernels.rope(r, q, k, shared.tables, (copied["query"], copied["key"]), laid_out)
+    queries, keys = shape.spec.heads > 1, shape.spec.kv_heads > 1  # one head alone is laid out both ways
+    gradients = (queries and copied["query"], keys and copied["key"])
+    return r.kernels.rope(r, q, k, shared.tables, gradients, (queries and by_head, keys and by_head))
 
 
 def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
