@@ -32,7 +32,8 @@ def gemma_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
 
     weight = r.parameter(f"{name}.weight", (x.shape[-1],), x.dtype)
     if r.kernels is not None and r.kernels.norm is not None:
-        return r.kernels.norm(r, x, weight, name, in_place=False)
+        by_head = name in ("query_norm", "key_norm") and x.shape[-2] > 1  # Gemma 3's, of views
+        return r.kernels.norm(r, x, weight, name, in_place=False, by_head=by_head)
     output = normed(r, ops.cast(r, x, "fp32", f"{name}_fp32"), name)
     output = ops.multiply(r, output, one_plus(weight), f"{name}_scaled")
     return ops.cast(r, output, x.dtype, name)

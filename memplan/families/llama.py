@@ -87,7 +87,7 @@ def seen_as_heads(r: Recorder, x: Tensor, name: str, heads: int, shape: LayerSha
     """(b, s, a d) as (b, s, a, d)."""
     if name == "value" or not shape.turns:
         x = laid_out(r, x, name, heads, shape)
-    elif heads > 1 and not turns_in_place(r):
+    elif heads > 1 and (normed_by_head(r, shape) or not turns_in_place(r)):
         x = ops.copied_gradient(r, x, name)
     return x.view(shape.b, shape.s, heads, shape.spec.head_dim)
 
@@ -131,6 +131,12 @@ def turns_in_place(r: Recorder) -> bool:
     return r.kernels is not None and r.kernels.rope is not None
 
 
+def normed_by_head(r: Recorder, shape: LayerShape) -> bool:
+    """A kernel norms queries and keys behind their view by head, so that its output is laid out so."""
+    by_kernel = r.kernels is not None and r.kernels.norm is not None and shape.spec.qk_norm
+    return by_kernel and family(shape.spec.family).projecting is NORMED_LAST
+
+
 def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor]:
     """Queries and keys by their positions; older layers make the tables themselves."""
     if shared.cos is None:
@@ -138,8 +144,10 @@ def turned(r: Recorder, q: Tensor, k: Tensor, shared: Shared, shape: LayerShape)
         shared = replace(shared, cos=cos, sin=sin)
     if r.kernels is None or r.kernels.rope is None:
         return (family(shape.spec.family).rotary or rotary)(r, q, k, shared)
-    copied = head_by_head(shape)
-    return r.kernels.rope(r, q, k, shared.tables, (copied["query"], copied["key"]))
+    copied, by_head = head_by_head(shape), normed_by_head(r, shape)
+    queries, keys = shape.spec.heads > 1, shape.spec.kv_heads > 1  # one head alone is laid out both ways
+    gradients = (queries and copied["query"], keys and copied["key"])
+    return r.kernels.rope(r, q, k, shared.tables, gradients, (queries and by_head, keys and by_head))
 
 
 def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:

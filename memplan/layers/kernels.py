@@ -33,17 +33,30 @@ class Rope:
     """Both in one function, whose backward has copies of both gradients at once where their layout asks for them."""
 
     def __call__(
-        self, r: Recorder, q: Tensor, k: Tensor, tables: Sequence[Tensor], copied: tuple[bool, bool]
+        self,
+        r: Recorder,
+        q: Tensor,
+        k: Tensor,
+        tables: Sequence[Tensor],
+        copied: tuple[bool, bool],
+        by_head: tuple[bool, bool] = (False, False),
     ) -> tuple[Tensor, Tensor]:
-        """``copied``: the gradients of q and k arrive head by head, and are laid out token by token."""
+        """``copied``: the gradients of q and k arrive head by head, and are laid out token by token. ``by_head``: q and
+        k do so themselves, and copies of them are turned (``rope_forward``)."""
         if not self.together:
             return turned(r, (q,), (), copied[:1])[0], turned(r, (k,), (), copied[1:])[0]
-        both = turned(r, (q, k), tables, copied)
+        both = turned(r, (q, k), tables, copied, by_head)
         return both[0], both[1]
 
 
-def turned(r: Recorder, inputs: tuple[Tensor, ...], saved: Sequence[Tensor], copied: Sequence[bool]) -> list[Tensor]:
-    """``inputs`` themselves, (b, a, s, d), written over."""
+def turned(
+    r: Recorder,
+    inputs: tuple[Tensor, ...],
+    saved: Sequence[Tensor],
+    copied: Sequence[bool],
+    by_head: Sequence[bool] = (),
+) -> list[Tensor]:
+    """``inputs`` themselves, (b, a, s, d), written over; or copies of those that are laid out ``by_head``."""
     shapes = [(x.shape, x.dtype) for x in inputs]
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
@@ -54,7 +67,9 @@ def turned(r: Recorder, inputs: tuple[Tensor, ...], saved: Sequence[Tensor], cop
     sizes = sum(size_of(*like) for like in shapes)
     done = Operator((Stream(2 * sizes),), (Stream(2 * sizes),))
     node = r.node(inputs, saved, backward, outputs=len(inputs), work=done)
-    return [Tensor(x.storage, x.shape, x.dtype, node, slot) for slot, x in enumerate(inputs)]
+    again = [x for x, copies in zip(inputs, by_head, strict=False) if copies]
+    made = [r.empty(x.shape, x.dtype, "rotary_contiguous") if x in again else x for x in inputs]
+    return [Tensor(x.storage, x.shape, x.dtype, node, slot) for slot, x in enumerate(made)]
 
 
 UNSLOTH_ROPE, LIGER_ROPE = Rope(together=False), Rope(together=True)
@@ -73,25 +88,30 @@ class RmsNorm:
     sums_frozen: bool = False
     """Liger before 0.8.5: of a frozen weight, too (``rms_norm_backward``, which had no ``needs_dw``)."""
 
-    def __call__(self, r: Recorder, x: Tensor, weight: Tensor, name: str, *, in_place: bool = True) -> Tensor:
+    def __call__(
+        self, r: Recorder, x: Tensor, weight: Tensor, name: str, *, in_place: bool = True, by_head: bool = False
+    ) -> Tensor:
         """Of hidden states (…, h) and a weight (h). Not ``in_place``: the gradient of the input is a tensor of its own,
-        where a residual still needs that of the output (``LigerRMSNormForGemma2``)."""
+        where a residual still needs that of the output (``LigerRMSNormForGemma2``). ``by_head``: the input is a view of
+        heads, and its output's gradient another one: both are copied (``ensure_contiguous``)."""
         h, dtype, trained, processors = x.shape[-1], weight.dtype, weight.node is not None, self.processors
         sums, like = processors > 0 and (trained or self.sums_frozen), (x.shape, x.dtype)
-        out = r.empty(x.shape, x.dtype, name)
+        kept = r.empty(*like, f"{name}_contiguous") if by_head else x
+        out = r.empty(*like, name)
         deviations = r.empty((prod(x.shape[:-1]),), "fp32", f"{name}_rstd")
 
         def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
             gradient = incoming(gradients)
+            laid_out = r.empty(*like, f"grad_{name}_contiguous") if by_head else None
             parts = r.empty((processors, h), "fp32", f"grad_{name}_parts") if sums else None
             made = gradient.view(*gradient.shape) if in_place else r.empty(*like, f"grad_{name}")
             summed = r.empty((h,), "fp32", f"grad_{name}_sum") if sums and dtype != "fp32" else None
             of_weight = r.empty((h,), dtype, f"grad_{name}_weight") if sums or trained else None
-            del parts, summed
+            del parts, summed, laid_out
             return [made, of_weight if trained else None]
 
-        out.node = r.node((x, weight), (x, deviations), backward)
-        del deviations
+        out.node = r.node((x, weight), (kept, deviations), backward)
+        del kept, deviations
         return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from typing import Any
@@ -197,3 +199,13 @@ def test_ligers_swiglu() -> None:
         lambda a, b: function.apply(a * 2.0, b * 2.0),
         [X, X],
     )
+
+
+@needs(LIGER)
+@pytest.mark.parametrize(
+    "model",
+    ["gemma3_text", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gemma3_text-one-key"))],
+)
+def test_a_step_of_gemma_that_liger_patches(model: str) -> None:
+    """``apply_liger_kernel_to_gemma2`` and ``…_to_gemma3_text``: every event, in ``tests/oracle/liger_models.py``."""
+    subprocess.run([sys.executable, "-m", "tests.oracle.liger_models", model], check=True, timeout=300)

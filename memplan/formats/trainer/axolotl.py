@@ -326,9 +326,9 @@ def _method(written: Node, *, is_whole: bool) -> Iterator[tuple[str, Value, Node
     pieces = {piece: of(key) for key, piece in _LIGER.items() if on(key)}
     if pieces:
         first = next(iter(pieces.values()))
-        said = {**{piece: Node(False, first.origin) for piece in _LIGER.values()}, **pieces}
+        all_pieces = {**{piece: Node(False, first.origin) for piece in _LIGER.values()}, **pieces}
         yield "use_liger_kernel", True, first
-        yield "liger_kernel_config", {**said, "geglu": said["swiglu"]}, first  # whichever the model has
+        yield "liger_kernel_config", {**all_pieces, "geglu": all_pieces["swiglu"]}, first  # whichever the model has
     if (cut := _cuts(own)) is not None:
         yield "cut_cross_entropy", True, cut
     checkpoints = of("gradient_checkpointing")

@@ -177,10 +177,10 @@ def as_taken(written: Node, named: object) -> Node:
     passes over: Gemma's is called geglu, all others' swiglu. ``named``: the model of a flag, before that of a file."""
     config, models = written.mapping.get("liger_kernel_config"), ("model_name_or_path", "config_name")
     given = config.mapping if config is not None and isinstance(config.value, dict) else {}
-    name = next((node.value for key in models if (node := written.mapping.get(key)) is not None), None)
-    if config is None or not given.keys() & {*_GATES} or not isinstance(named or name, str):
+    name = named or next((node.value for key in models if (node := written.mapping.get(key)) is not None), None)
+    if config is None or not given.keys() & {*_GATES} or not isinstance(name, str):
         return written
-    model = Node({"base": Node(named or name, config.origin)}, config.origin)
+    model = Node({"base": Node(name, config.origin)}, config.origin)
     try:
         activation = complete_model(model, Path()).spec.at("activation")
     except PlanError:  # told where the plan is read

@@ -148,6 +148,20 @@ def test_the_source_of_the_dtype_is_said(model: str, said: str, tmp_path: Path) 
     assert said in next(note.message for note in read.warnings if note.code == "loaded-dtype")
 
 
+@pytest.mark.parametrize(
+    "repository",
+    [
+        *("microsoft/Phi-4-mini-instruct", "microsoft/Phi-3.5-mini-instruct", "google/gemma-3-27b-it"),
+        *("Qwen/Qwen2.5-0.5B", "Qwen/Qwen3.5-27B", "HuggingFaceTB/SmolLM2-1.7B-Instruct", "tiiuae/Falcon3-7B-Instruct"),
+        *("meta-llama/Meta-Llama-3-70B", "deepseek-ai/DeepSeek-V3", "moonshotai/Kimi-K2-Instruct"),
+    ],
+)
+def test_published_checkpoints_in_bf16(repository: str, tmp_path: Path) -> None:
+    """``torch_dtype`` of each one's ``config.json``."""
+    read = read_text(tmp_path, arguments_of(bf16=True), "arguments.json", model=repository)
+    assert read.plan.precision.parameters == "bf16"
+
+
 def test_a_spec_of_ones_own_may_say_it(tmp_path: Path) -> None:
     spec = tmp_path / "mine.yaml"
     spec.write_text(model_specs()["llama-2-7b"].read_text("utf-8").replace("saved_dtype: fp16", "saved_dtype: bf16"))
