@@ -323,8 +323,8 @@ class Candidate(NamedTuple):
     cut: StageLayers
     timed: bool = False
     """``seconds`` is the whole step, not only its passes."""
-    fitted: bool = False
-    """Its cut, or the number of its recomputed layers, was chosen to fit."""
+    fitted: int = 0
+    """How often its cut, or the number of its recomputed layers, was chosen to fit."""
     to_fit: int = 0
     """Bytes that its tensors may request once that has been chosen; until then its time is a bound from below."""
 

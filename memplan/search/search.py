@@ -8,7 +8,8 @@ layout that does not fit with its fastest cut comes back with the fastest cut th
 layers as make it fit, at its later time. The answer is that of evaluating every point with every cut, as far as tensors
 go (``tests/search/test_search.py``). Two things are rules rather than optima: the best cut is the one whose slowest
 stage takes least, chunks of a stage differing by one layer at most and none empty; and a layout whose tensors fit but
-not its blocks is cut or recomputed once more, against a limit that is lower by what its blocks took more.
+not what lies outside PyTorch, or not its blocks, is cut or recomputed once more for each, against a limit that is lower
+by what these took more.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ _Entry = tuple[bool, float, int, Candidate | Group]
 """``Candidate.rank``, the place among all points, and what has it: a group without cuts, or a candidate."""
 
 
+OFTEN = 3
+"""How often a layout is made to fit: its tensors, with what lies outside PyTorch, with what its blocks take more."""
 TOLD = 512
 """Groups of layouts after which it is reported how many have their bounds."""
 
@@ -318,22 +321,25 @@ class Search:
     def _fitted(self, candidate: Candidate, limit: int) -> Iterator[Candidate]:
         """The same layout, to be cut or recomputed such that its tensors request ``limit`` bytes at most: not before
         nothing faster is left (``_chosen``), as that takes many folds."""
-        point = candidate.point
-        if not self.asked.chooses_cut or candidate.fitted:
+        point, fitted = candidate.point, candidate.fitted + 1
+        if not self.asked.chooses_cut or fitted > OFTEN:
+            return
+        if point.recompute.method == "block" and fitted > 1:
+            yield candidate._replace(fitted=fitted, to_fit=limit)
             return
         if self.space.cut is None and point.pp > 1 and self.needs.at_best(point) <= limit:
             layers, alone = self.space.base.model.layers, self.space.framework.supports.stages_without_layers
             sizes = point.pp, point.vpp, alone
             cut = capped(layers, sizes, self.clock.ratios(point), self.needs.keeping(point, limit))
             if cut is not None:
-                yield self._timed(candidate, cut)._replace(fitted=True, to_fit=limit)
+                yield self._timed(candidate, cut)._replace(fitted=fitted, to_fit=limit)
         whole = point._replace(recompute=Recomputing("full"))
         most = max(chunk.layers for stage in candidate.cut for chunk in stage)
-        if point.recompute != NO_RECOMPUTE or whole.recompute not in self.space.recompute or most < 2:
+        if fitted > 1 or point.recompute != NO_RECOMPUTE or whole.recompute not in self.space.recompute or most < 2:
             return
         if self.needs.floor(whole, candidate.cut) <= limit:
             fewest = fewest_recomputed(self.needs.load(point), self.needs.load(whole), candidate.cut, limit)
-            yield self._timed(recomputing(candidate, fewest))._replace(fitted=True, to_fit=limit)
+            yield self._timed(recomputing(candidate, fewest))._replace(fitted=fitted, to_fit=limit)
 
     def _chosen(self, candidate: Candidate) -> Iterator[Candidate]:
         """``candidate`` with the fastest cut that fits, or the fewest recomputed layers."""
@@ -413,7 +419,7 @@ class Search:
             return
         cut = smallest(resolve(self._plan(candidate)), self.clock.ratios(point))
         if cut is not None:
-            yield self._timed(candidate, cut)._replace(fitted=True)
+            yield self._timed(candidate, cut)._replace(fitted=OFTEN)
 
     def counts(self) -> Counts:
         """Every point has one fate; points of which several cuts were folded are counted once."""

@@ -256,7 +256,7 @@ def _ends_of_torchtitan(plan: Plan, layout: Layout) -> dict[str, object]:
     from .titan import MODELS
 
     given, titan = plan.fsdp.model_fields_set, MODELS.get(plan.model.family)
-    none = {"return_outputs": False} if plan.fsdp.return_outputs and layout.pp == 1 else {}
+    none: dict[str, object] = {"return_outputs": False} if plan.fsdp.return_outputs and layout.pp == 1 else {}
     if "ends_apart" in given:
         outputs = layout.pp > 1 and not plan.fsdp.ends_apart and "return_outputs" not in given
         return {"return_outputs": True} if outputs else none
