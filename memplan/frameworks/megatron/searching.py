@@ -64,7 +64,8 @@ from .notices import LARGE_MASK, unread_mask
 def module_sets(plan: ResolvedPlan) -> Iterator[tuple[str, ...]]:
     """Modules whose recompute is worth trying. With experts or latent attention: activations of experts, which
     are large and cheap, where they are in one grouped product; norms and what leads up from lower ranks; and experts
-    as a whole. Else the MLP, beside scores where they are stored: flash attention's need no recompute."""
+    as a whole. Of layers that are all alike the MLP, beside scores where they are stored: flash attention's need no
+    recompute. None of others: what Megatron recomputes by itself."""
     spec = plan.model
     cheap = ("layernorm", *(("mla_up_proj",) if spec.latent_kv_rank else ()))
     cheap += ("gdn_norm_out",) if spec.linear_interval else ()
@@ -75,6 +76,8 @@ def module_sets(plan: ResolvedPlan) -> Iterator[tuple[str, ...]]:
         yield ("moe", *cheap)
     elif spec.latent_kv_rank or spec.linear_interval:
         yield cheap
+    elif _by_kinds(spec):
+        return
     elif plan.attention == "flash":
         yield ("mlp",)
     else:
