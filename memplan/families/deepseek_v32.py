@@ -142,6 +142,7 @@ V32 = replace(
     },
     registered=(*IN_ORDER, "attention_output", *INDEXER, *SHARED_REGISTERED),
     since=(5, 23),
+    submodules=None,
     no_package="transformers' class hands no package's kernel the keys that its indexer picks (_supports_flash_attn)",
     assumptions=(
         "transformers runs the indexer without a graph: it is not trained, has no gradients and no optimizer states, "
