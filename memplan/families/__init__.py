@@ -35,6 +35,7 @@ ROOMS = {
     "qwen3_next": ".qwen3_next",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ".qwen3_5"),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2"), ".deepseek"),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), ".deepseek_v32"),
     "gpt_oss": ".gpt_oss",
     "muse_glimmer": ".muse_glimmer",
     "glm4_moe": ".glm4_moe",

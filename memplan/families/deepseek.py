@@ -3,7 +3,7 @@ latent attention, experts, and shared experts beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from ..layers import experts, ops, selecting
 from ..layers.autograd import Recorder, Tensor
@@ -33,31 +33,53 @@ def queries(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
     features = spec.heads * spec.head_dim
     if not spec.latent_q_rank:
         return linear(r, hidden, "query", features, False)
-    small = rms_norm(r, linear(r, hidden, "query_down", spec.latent_q_rank, False), "query_down_norm")
-    return linear(r, small, "query_up", features, False)
+    return linear(r, rank_of_queries(r, hidden, spec), "query_up", features, False)
 
 
-def latent_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
-    """``DeepseekV3Attention.forward``: keys and values by a rank, one turned key for all heads."""
+def rank_of_queries(r: Recorder, hidden: Tensor, spec: ModelSpec) -> Tensor:
+    return rms_norm(r, linear(r, hidden, "query_down", spec.latent_q_rank, False), "query_down_norm")
+
+
+Picking = Callable[[Recorder, Tensor, Tensor, Shared, LayerShape], tuple[Tensor, ...]]
+"""From hidden states and the rank of queries to a mask of attention, and what stays in variables beside it."""
+
+
+def latent_attention(
+    r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape, *, picking: Picking | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """``DeepseekV3Attention.forward``: keys and values by a rank, one turned key for all heads. ``picking``: which keys
+    each query sees, whose rank stays in a variable then."""
     spec, b, s = shape.spec, shape.b, shape.s
     a, rank, plain, turned = spec.heads, spec.latent_kv_rank, spec.nope_head_dim, spec.rope_head_dim
-    q = ops.copied_gradient(r, queries(r, hidden, spec), "query")
+    small: Tensor | None = None
+    if picking is None:
+        q = queries(r, hidden, spec)
+    else:
+        small = rank_of_queries(r, hidden, spec)
+        q = linear(r, small, "query_up", a * spec.head_dim, False)
+    q = ops.copied_gradient(r, q, "query")
     q = q.view(b, a, s, spec.head_dim)
     q_pass, q_rot = ops.split(r, q, [(b, a, s, plain), (b, a, s, turned)], "query_parts")
     compressed = linear(r, hidden, "key_value_down", rank + turned, False)
     low, k_rot = ops.split(r, compressed, [(b, s, rank), (b, s, turned)], "key_value_parts")
     k_rot = k_rot.view(b, 1, s, turned)
-    last: Tensor | None = None  # V2 has it in a variable of its own
-    if shared.sin is None:
+    last: Tensor | None = None
+    if shared.sin is None or picking is not None:  # V2 and V3.2 have it in a variable of its own
         last = rms_norm(r, low, "key_value_norm")
-        q_rot, k_rot = complex_rotary(r, q_rot, k_rot, shared, copied=shape.fused or q_rot.dtype == "fp32")
     else:
         low = rms_norm(r, low, "key_value_norm")
+    if shared.sin is None:
+        q_rot, k_rot = complex_rotary(r, q_rot, k_rot, shared, copied=shape.fused or q_rot.dtype == "fp32")
+    else:
         q_rot, k_rot = interleaved_rotary(r, q_rot, k_rot, shared)
     query = ops.cat_last(r, q_pass, q_rot, "query_states")
     key, value = expanded(r, last or low, k_rot, shape)
+    if picking is not None and small is not None:
+        mask, *_variables = picking(r, hidden, small, shared, shape)
+        shared = replace(shared, mask=mask)
+        del mask
     if shape.flash and spec.value_head_dim != spec.head_dim:  # which flash attention cannot
-        out, weights = efficient_attention(r, query, key, value), None
+        out, weights = efficient_attention(r, query, key, value, mask=shared.mask if shape.masked else None), None
     else:
         out, weights = attention(r, Heads(query, False), Heads(key, False), Heads(value, True), shared, shape)
     out = out.view(b, s, a * spec.value_head_dim)

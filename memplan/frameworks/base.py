@@ -112,6 +112,8 @@ class Supports:
     sequence_parallel: bool = False
     mixtures: tuple[str, ...] = ("experts", "latent_kv_rank", "linear_interval")
     """Fields of a model with experts, latent attention or multi-token prediction (``checks.MIXTURES``)."""
+    mixtures_refused: Mapping[str, str] = field(default_factory=dict)
+    """Why it has not one of these, where there is more to say than who has."""
     tp_divides: tuple[str, ...] = ("heads", "kv_heads", "ffn", "hidden")
     """Sizes of the model that must be multiples of ``tp``, by their fields."""
     stages_without_layers: bool = True

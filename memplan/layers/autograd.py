@@ -22,7 +22,8 @@ and no elements. What makes its tape right is what makes PyTorch's memory what i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import field
 from math import prod
 from sys import getrefcount
@@ -85,6 +86,8 @@ class Recorder(Counting):
     events: list[Event] = field(default_factory=list)
     parameters: dict[str, Leaf] = field(default_factory=dict)
     grad_enabled: bool = True
+    graphless: bool = False
+    """What runs never has a graph, whatever is trained: parameters that come first there have no gradients."""
     evaluates: bool = False
     """As after ``model.eval()``: dropout hands its input on."""
     closed: bool = False
@@ -220,7 +223,7 @@ class Recorder(Counting):
             if self.tuning is not None and name in self.tuning.saved:
                 self.original(name, shape, dtype)
             leaf = Leaf(name, shape, dtype, True, name in self.present or not self.first)
-            leaf.trained = self.tuning is None or self.tuning.trains(name)
+            leaf.trained = not self.graphless and (self.tuning is None or self.tuning.trains(name))
             leaf.expert, leaf.low, leaf.gathered = expert, low, gathered
             self.parameters[name] = leaf
         return Tensor(_STATIC, shape, dtype, leaf.node if leaf.trained else None)
@@ -247,6 +250,14 @@ class Recorder(Counting):
         """``tensor`` as the start of a graph, with the leaf that receives its gradient."""
         leaf = Leaf(name, tensor.shape, tensor.dtype, False, False)
         return Tensor(tensor.storage, tensor.shape, tensor.dtype, leaf.node), leaf
+
+    @contextmanager
+    def without_graph(self) -> Iterator[None]:
+        """``torch.no_grad()`` around modules of the model."""
+        before = self.grad_enabled, self.graphless
+        self.grad_enabled, self.graphless = False, True
+        yield
+        self.grad_enabled, self.graphless = before
 
     def entered(self, module: str, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The inputs of ``module``, one of several parameters, at whose ends a recorder may have hooks;"""

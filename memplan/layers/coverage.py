@@ -40,6 +40,7 @@ PLAIN: Allowed = MappingProxyType(
         "experts": (0,),
         "expert_latent": (0,),
         "latent_kv_rank": (0,),
+        "index_heads": (0,),
         "mtp_layers": (0,),
         "layer_pattern": ("",),
         "layer_blocks": ((),),

@@ -57,8 +57,14 @@ STEP = State("step", Category.OPTIMIZER_STATES, lambda _: rounded(4))
 
 
 def optimizer_states(optimizer: Optimizer, dtype: str, *, embeddings_32bit: bool) -> tuple[State, ...]:
-    """States of ``optimizer`` on the device, over parameters of ``dtype``."""
-    return optimizer.algorithm.states(optimizer, dtype, embeddings_32bit=embeddings_32bit)
+    """States of ``optimizer`` on the device, over parameters of ``dtype``; none of one that never has a gradient, which
+    steps pass over (``if p.grad is not None`` in each ``_init_group`` of ``torch.optim``)."""
+    made = optimizer.algorithm.states(optimizer, dtype, embeddings_32bit=embeddings_32bit)
+    return tuple(State(one.name, one.category, _of_trained(one)) for one in made)
+
+
+def _of_trained(state: State) -> Callable[[Parameter], int]:
+    return lambda parameter: state.size(parameter) if parameter.trained else 0
 
 
 Parameters = Sequence[Parameter]

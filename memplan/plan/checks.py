@@ -31,6 +31,7 @@ SIZES = {
 MIXTURES = {
     "experts": "experts",
     "latent_kv_rank": "latent attention",
+    "index_heads": "an indexer that picks keys",
     "mtp_layers": "multi-token prediction",
     "layer_pattern": "hybrids of Mamba-2, attention, MLP and experts",
     "linear_interval": "gated delta nets",
@@ -93,7 +94,8 @@ def check_mixture(plan: Plan) -> None:
         if value := getattr(plan.model, field):
             none = "left out" if isinstance(value, (str, tuple)) else "0"
             value = value if field != "layer_blocks" else f"{value[0]},..."
-            require(plan, f"model.{field}", value, none, "mixtures", field, what)
+            why = framework(plan.framework).supports.mixtures_refused.get(field)
+            require(plan, f"model.{field}", value, none, "mixtures", field, what, why)
 
 
 def check_layers(plan: Plan) -> None:

@@ -117,7 +117,14 @@ def latent(spec: ModelSpec) -> int:
     q = spec.latent_q_rank
     queries = (h + 1 + a * d) * q if q else h * a * d
     keys = h * (r + spec.rope_head_dim) + r + r * a * (spec.nope_head_dim + spec.value_head_dim)
-    return queries + keys + h * spec.attention_features
+    return queries + keys + h * spec.attention_features + indexer(spec)
+
+
+def indexer(spec: ModelSpec) -> int:
+    """Queries of n heads of d features from their rank, one key and a weight of each head from the hidden state, and a
+    LayerNorm of the key: ``q n d + h d + h n + 2 d``."""
+    n, d = spec.index_heads, spec.index_head_dim
+    return spec.latent_q_rank * n * d + spec.hidden * (n + d) + 2 * d if n else 0
 
 
 def mixture(spec: ModelSpec) -> int:

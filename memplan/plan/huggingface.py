@@ -456,8 +456,9 @@ def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
         named = [one.value for one in mixed] if isinstance(mixed, list) else None
         listed = [i for i in range(layers) if i not in named] if named is not None else []
         step = 1 if named is not None else step
-    if (kinds := items.pop("mlp_kinds", None)) is not None:
-        listed = [i for i, one in enumerate(_mlp_kinds(kinds, layers)) if one != MIXED]
+    kinds = items.pop("mlp_kinds", None)
+    if kinds is not None and (kinds.value is not None or first is None):
+        listed, dense_first = [i for i, one in enumerate(_mlp_kinds(kinds, layers)) if one != MIXED], 0
     dense = [i for i in range(layers) if i < dense_first or (i + 1) % step or i % every or i in listed]
     return Node([Node(i, config.origin) for i in dense], config.origin)
 

@@ -21,6 +21,11 @@ def check_model(model: ModelSpec) -> None:
     """Sizes of the architecture that must fit one another."""
     if model.heads % model.kv_heads:
         raise model.wrong("kv_heads", f"must divide the {model.heads} attention heads ({divisors(model.heads)})")
+    for field in ("latent_q_rank", "index_head_dim", "index_top_k") if model.index_heads else ():
+        if not getattr(model, field):
+            raise model.wrong(field, "must be given with an indexer (index_heads)")
+    if model.index_heads and model.index_head_dim < model.rope_head_dim:
+        raise model.wrong("index_head_dim", f"must be at least rope_head_dim, {model.rope_head_dim}, which turn")
     for field in LATENT if model.latent_kv_rank else ():
         if not getattr(model, field):
             raise model.wrong(field, "must be given with latent attention (latent_kv_rank)")

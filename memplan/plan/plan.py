@@ -467,7 +467,7 @@ class Plan(Section):
     @property
     def masks_windows(self) -> bool:
         """That mask is of layers with a sliding window alone, not of all as in a batch with padding."""
-        return self.masked_kernel != "" and not self.padded
+        return self.masked_kernel != "" and not self.padded and not self.model.index_heads
 
     @property
     def padded(self) -> bool:

@@ -298,12 +298,12 @@ FP32_HEAD_MULTIPLE = 4
 def masked_kernel(plan: Plan) -> Literal["", "cudnn", "memory-efficient", "math"]:
     """What ``scaled_dot_product_attention`` runs where it is handed a mask: in layers with a sliding window from
     sequences as long as the window on, in all layers where a batch has padding (transformers' ``masking_utils.py``,
-    ``_ignore_causal_mask_sdpa``), with heads of keys repeated (``sdpa_attention.py``, ``use_gqa_in_sdpa``); empty where
-    there is none. The flash kernel takes no mask (``sdp_utils.cpp``, ``check_for_attn_mask``), the others do, in the
-    order of ``priority_order``."""
+    ``_ignore_causal_mask_sdpa``) or an indexer picks keys, with heads of keys repeated (``sdpa_attention.py``,
+    ``use_gqa_in_sdpa``); empty where there is none. The flash kernel takes no mask (``sdp_utils.cpp``,
+    ``check_for_attn_mask``), the others do, in the order of ``priority_order``."""
     window, seq = plan.model.sliding_window, plan.batch.seq
     windowed = window is not None and seq is not None and seq >= window
-    if plan.attention != "flash" or not (windowed or plan.padded):
+    if plan.attention != "flash" or not (windowed or plan.padded or plan.model.index_heads):
         return ""
     if prefers_cudnn(plan):
         return "cudnn"

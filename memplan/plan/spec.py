@@ -93,7 +93,8 @@ class ModelSpec(Terse):
             "attention_gate", "residual_scale", "logit_scale", "router_weighs_inputs", "layer_pattern", "mtp_pattern",
             "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim", "layer_blocks",
             "linear_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim",
-            "linear_conv_kernel", "yarn_factor", "full_interval", "router_loss",
+            "linear_conv_kernel", "yarn_factor", "full_interval", "router_loss", "index_heads", "index_head_dim",
+            "index_top_k",
         )
     )  # fmt: skip
 
@@ -234,6 +235,11 @@ class ModelSpec(Terse):
     nope_head_dim: Rows = Field(0, description="latent attention: features of a query's or key's head without rotation")
     rope_head_dim: Rows = Field(0, description="latent attention: rotated features of a head, one for all heads' keys")
     value_head_dim: Rows = Field(0, description="latent attention: features of a value's head")
+    index_heads: Rows = Field(
+        0, description="heads of the indexer that picks the keys of each query (DeepSeek V3.2); 0: none is picked"
+    )
+    index_head_dim: Rows = Field(0, description="features of one head of the indexer, whose keys have one head")
+    index_top_k: Rows = Field(0, description="keys that the indexer picks for each query")
     mtp_layers: Annotated[int, Field(ge=0, le=16)] = Field(
         0, description="layers behind the last that predict further tokens (multi-token prediction)"
     )

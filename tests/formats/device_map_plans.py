@@ -33,6 +33,7 @@ TINY: dict[str, str] = {
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "deepseek-v3",
     "glm4_moe": "glm-4.5-air",
+    "deepseek_v32": "deepseek-v3.2",
     "glm4_moe_lite": "glm-4.7-flash",
     "minimax_m2": "minimax-m2",
     "ministral3": "ministral-3-8b",

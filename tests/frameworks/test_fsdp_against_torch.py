@@ -116,6 +116,7 @@ OTHERS = (
     Case("glm4_moe", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
     Case("deepseek_v3", oracle.Sharding(shards=6), recompute="full"),
     Case("glm4_moe_lite", oracle.Sharding(shards=6)),
+    Case("deepseek_v32", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
     Case("minimax_m2", oracle.Sharding(shards=3)),
     Case("ministral3", oracle.Sharding(shards=3, original="bf16")),
     Case("exaone4", oracle.Sharding(shards=6)),

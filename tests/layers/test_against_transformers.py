@@ -80,6 +80,7 @@ DEEPSEEK |= {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_
 DEEPSEEK |= {"kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "q_lora_rank": None}
 DEEPSEEK |= {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 56, "topk_method": "group_limited_greedy"}
+INDEXED = DEEPSEEK | {"q_lora_rank": 56, "index_n_heads": 3, "index_head_dim": 24, "index_topk": 20}
 GLM4_MOE: dict[str, Any] = {**LLAMA, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3}
 GLM4_MOE |= {"moe_intermediate_size": 80, "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True}
 GPT_OSS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40}
@@ -161,6 +162,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | GROUPS),
     "deepseek_v2-lite": ("deepseek_v2", DEEPSEEK),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK | GROUPS),
+    "deepseek_v32": ("deepseek_v32", INDEXED),
+    "deepseek_v32-one-width-groups-dropout": (
+        "deepseek_v32",
+        INDEXED | {"v_head_dim": 48, "n_group": 4, "topk_group": 2, "attention_dropout": 0.1, **TIED},
+    ),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "glm4_moe_lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 56}),
     "glm4_moe_lite-one-width": ("glm4_moe_lite", {**DEEPSEEK, "v_head_dim": 48}),

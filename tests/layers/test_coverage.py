@@ -18,6 +18,7 @@ BASE = {
     "opt": "opt-6.7b", "gpt_neox": "gpt-neox-20b", "gptj": "gpt-j-6b", "falcon": "falcon-7b",
     "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight-16b", "kimi_k2": "kimi-k2",
+    "deepseek_v32": "deepseek-v3.2",
     "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granite": "granite-3.1-2b",
     "granitemoehybrid": "granite-4.0-micro",
     "granitemoe": "granite-3.0-1b-a400m",
@@ -82,6 +83,7 @@ LINEAR = {"linear_interval": 2, "linear_key_heads": 2, "linear_value_heads": 4, 
 
 OF_FAMILY = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), LATENT),
+    "deepseek_v32": LATENT | {"latent_q_rank": 8, "index_heads": 2, "index_head_dim": 16, "index_top_k": 8},
     "falcon": {"kv_heads": 1},
     "gpt_bigcode": {"kv_heads": 1},
     "mixtral": EXPERTS,

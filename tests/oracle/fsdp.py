@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map_only
 from memplan.trace.collectives import clear_caches
 
 from .tracer import Change, Follow, Trace, cuda_behaviour
-from .training_step import DTYPES, _model, _quiet, _unpacked, begin, update
+from .training_step import DTYPES, IDLE, _model, _quiet, _unpacked, begin, update
 from .tuned_step import Tune, _apply, blocks
 
 ADAM = {f"aten::_foreach_{name}" for name in ("mul_", "lerp_", "addcmul_", "sqrt", "div_", "add_", "addcdiv_", "zero_")}
@@ -275,7 +275,10 @@ def traced(
         for tensor in (*model.parameters(), *model.buffers()):
             follow.adopt(tensor, "state")
         optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], foreach=True)
+        idle = [parameter for name, parameter in model.named_parameters() if IDLE in name]
         for parameter in optimizer.param_groups[0]["params"]:
+            if any(parameter is one for one in idle):
+                continue
             begin(optimizer, parameter, trace)
         gc.collect()
         for _ in range(1 + warm):

@@ -36,6 +36,9 @@ class Step:
     """``step()`` and ``zero_grad()``; counters that PyTorch keeps on the host are left out."""
 
 
+IDLE = ".indexer."
+"""In the names of parameters that run without a graph (``DeepseekV32Indexer.forward``), and so have no gradients."""
+
 _updates: dict[tuple[tuple[torch.Size, torch.dtype], ...], list[Change]] = {}
 """What AdamW's second step did, by the parameters' shapes and dtypes: it depends on nothing else. Where it is known,
 both steps are left out, and the states are there from the start."""
@@ -69,6 +72,7 @@ def traced_step(
         if recompute:
             model.activation_checkpointing_enable()
         parameters = list(model.parameters())
+        reached = [parameter for name, parameter in model.named_parameters() if IDLE not in name]
         for tensor in (*parameters, *model.buffers()):
             follow.adopt(tensor, "state")
         key = tuple((parameter.shape, parameter.dtype) for parameter in parameters)
@@ -78,13 +82,13 @@ def traced_step(
             of_ids = torch.randint(0, labels, (b,)) if labels > 1 else torch.rand(b, dtype=DTYPES[dtype])
         given = {"attention_mask": torch.ones((b, s), dtype=torch.int64)} if padded else {}
         if key in _updates:
-            states = [torch.zeros_like(parameter) for parameter in parameters for _ in range(2)]
+            states = [torch.zeros_like(parameter) for parameter in reached for _ in range(2)]
         else:
-            for parameter in parameters:
+            for parameter in reached:
                 parameter.grad = torch.empty_like(parameter)
             update(optimizer, trace)
         if accumulates:
-            for parameter in parameters:
+            for parameter in reached:
                 parameter.grad = torch.empty_like(parameter)
         gc.collect()
         before, start = trace.live, len(trace.changes)

@@ -85,7 +85,7 @@ GROUPED = {
 }
 """Families with fewer key heads than query heads by default."""
 
-LATENT = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
+LATENT = {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"}
 
 
 @st.composite
@@ -157,6 +157,16 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
                 "tie_word_embeddings": st.booleans(),
             }
             for version in (2, 3)
+        },
+        **{
+            indexed: {
+                "q_lora_rank": sizes,
+                **dict.fromkeys(("index_n_heads", "index_topk"), sizes),
+                "n_shared_experts": st.integers(1, 2),
+                "first_k_dense_replace": st.integers(0, 2),
+                "tie_word_embeddings": st.booleans(),
+            }
+            for indexed in ("deepseek_v32", "glm_moe_dsa")
         },
         "glm4_moe_lite": {
             "q_lora_rank": st.none() | sizes,
@@ -547,8 +557,9 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, "
         "olmo3, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, "
-        "qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, "
-        "llama4_text, llama4, olmoe, granite, granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
+        "qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, deepseek_v32, glm_moe_dsa, gpt_oss, glm4_moe, "
+        "glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, granitemoe, granitemoehybrid, nemotron-nas, "
+        "nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

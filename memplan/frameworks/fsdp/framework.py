@@ -50,7 +50,7 @@ class Fsdp(Framework):
     own_streams = True
     configuration = "torchtitan"
     supports = Supports(
-        mixtures=("experts", "latent_kv_rank", "linear_interval"),
+        mixtures=("experts", "latent_kv_rank", "index_heads", "linear_interval"),
         compiled="",
         compiled_as="layers",
         loops=("transformers", "sft", "dpo", "orpo", "cpo", "simpo", "grpo", "rloo", "reward"),
@@ -185,6 +185,9 @@ class Fsdp(Framework):
                 raise plan.wrong(f"trainer.{field}", "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)")
         if plan.fsdp.version == "2":
             _check_version_2(plan)
+        elif plan.model.index_heads:
+            idle = "whose parameters never have a gradient: not modelled of flat shards"
+            raise plan.wrong("fsdp.version", f"must be 2 with an indexer (model.index_heads), {idle}")
         elif plan.loss.kind == "chunked":
             raise plan.wrong("loss.kind", "must be another under FSDP1: only torchtitan has chunks, under FSDP2")
         if plan.layout.tp == 1 and plan.loss.kind == "vocab-parallel":

@@ -49,6 +49,11 @@ class Megatron(Framework):
         loops=(),
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         tp_divides=("heads", "ffn", "hidden"),
+        mixtures_refused={
+            "index_heads": "Megatron-Core has the indexer (--experimental-attention-variant dsa), with a loss that "
+            "trains it (--dsa-indexer-loss-coeff) and kernels of its own, which are not modelled; of transformers' "
+            "layers, single and fsdp have it"
+        },
         mixtures=("experts", "latent_kv_rank", "mtp_layers", "layer_pattern", "layer_blocks", "linear_interval"),
         zero=(0, 1),
         sequence_parallel=True,

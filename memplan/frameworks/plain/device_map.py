@@ -19,7 +19,10 @@ class DeviceMap(Framework):
     stage_word = "device"
     configuration = "device-map"
     supports = Supports(
-        several_gpus_of_a_process=True, sections=(*PYTORCH_SECTIONS, "device_map"), loops=("transformers",)
+        mixtures=("experts", "latent_kv_rank", "index_heads", "linear_interval"),
+        several_gpus_of_a_process=True,
+        sections=(*PYTORCH_SECTIONS, "device_map"),
+        loops=("transformers",),
     )
 
     def default_gpus(self, plan: Plan) -> int:

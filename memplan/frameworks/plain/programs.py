@@ -517,8 +517,9 @@ def _program(plan: ResolvedPlan, shape: LayerShape, stage: int, spans: tuple[Spa
     groups = trained = registered(groups)
     if is_tuned(plan):
         states, dtype = tuned_states(plan.optimizer, dtype), plan.lora.dtype or dtype
-        trained = trained_only(groups)
         extra += shared_table(plan)
+    if is_tuned(plan) or family(plan.model.family).idle:
+        trained = trained_only(groups)
     before = warmup(plan, groups)
     step, clipping = optimizer_step(trained, plan.optimizer, dtype), 0
     if trainer.runs(plan):

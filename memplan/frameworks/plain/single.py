@@ -8,7 +8,7 @@ from ..base import Framework, Parts, Supports
 class Single(Framework):
     name = "single"
     parts = Parts("...search.framework:FrameworkSearch", ".timing:PlainTime", ".running:PlainRunning")
-    supports = Supports(compiled="")
+    supports = Supports(mixtures=("experts", "latent_kv_rank", "index_heads", "linear_interval"), compiled="")
 
 
 FRAMEWORK = Single()

@@ -183,7 +183,7 @@ def trained_states(optimizer: Optimizer) -> tuple[State, ...]:
     def of_trained(at: int) -> State:
         def size(parameter: Parameter) -> int:
             assert parameter.dtype is not None
-            return by_dtype[parameter.dtype][at].size(parameter) if parameter.trained else 0
+            return by_dtype[parameter.dtype][at].size(parameter)
 
         state = by_dtype["fp32"][at]
         return State(state.name, state.category, size)

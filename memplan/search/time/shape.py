@@ -335,9 +335,10 @@ def model_flops(plan: ResolvedPlan, *, halves: bool = False) -> float:
     layers -= linear
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
     scores = spec.heads * spec.head_dim + spec.attention_features
+    indexed = layers * _indexer_weights(spec, seq)
     frozen = 0 if plan.lora.rank is None else weights - head * ("head.weight" in saved(plan))
     rules = linear * _block_flops(spec, "G", seq) if linear else 0.0
-    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * seq + rules)
+    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * seq + rules + 2.0 * indexed)
 
 
 def _block_flops(spec: ModelSpec, kind: str, seq: float) -> float:
@@ -382,6 +383,13 @@ def _attention_weights(spec: ModelSpec) -> int:
     q, kv, queries = spec.latent_q_rank, spec.latent_kv_rank, spec.heads * spec.head_dim
     down = q * (h + queries) if q else h * queries
     return down + h * (kv + spec.rope_head_dim) + kv * (spec.heads * spec.nope_head_dim + out) + h * out
+
+
+def _indexer_weights(spec: ModelSpec, seq: float) -> float:
+    """Of an indexer's matrices and, for each of its heads, the products with ``seq`` keys and their sum: all of them
+    forward alone."""
+    n, d = spec.index_heads, spec.index_head_dim
+    return spec.latent_q_rank * n * d + spec.hidden * (n + d) + n * (d + 1) * seq if n else 0
 
 
 def recomputed_flops(plan: ResolvedPlan, entries: Entries, work: Sequence[Sequence[StageWork]]) -> float:
