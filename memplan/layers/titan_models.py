@@ -1,12 +1,17 @@
 """Layers of torchtitan's Qwen 3 and DeepSeek V3, of release 0.2.2: ``torchtitan/models/qwen3/model/model.py`` and
-``torchtitan/models/deepseek_v3/model/model.py``.
+``torchtitan/models/deepseek_v3/model/model.py``; and one rank's part of them with tensor parallelism.
 
-Shapes: b micro-batch, s sequence, h hidden, a heads, d features of a head.
+``apply_non_moe_tp`` of ``torchtitan/models/{qwen3,deepseek_v3}/infra/parallelize.py`` and ``apply_moe_ep_tp`` of
+``torchtitan/models/llama4/infra/parallelize.py``: the residual stream is (b, s / t, h), norms are
+``SequenceParallel``, attention, MLP and experts gather their input and scatter their output.
+
+Shapes: b micro-batch, s sequence, h hidden, a heads, d features of a head, t tensor-parallel size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..tape.events import Category
 from . import ops, tensor_parallel as tp
@@ -15,6 +20,7 @@ from .fused_attention import flash_attention
 from .huggingface import LayerShape, Shared, rotary_one
 from .titan_moe import Placed, fused_rms_norm, mixture
 from .torchtitan import Policy, feed_forward, turned
+from .torchtitan_tp import local
 from .work import attention as attention_work
 
 Attention = Callable[[Recorder, Tensor, LayerShape, Policy, "Tensor | None"], Tensor]
@@ -26,14 +32,46 @@ TABLE = "rope_cache_cast"
 
 
 def block(
-    r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, attention: Attention, table: Tensor | None = None
+    r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, table: Tensor | None, *, attention: Attention
 ) -> Tensor:
     """``TransformerBlock.forward`` of both."""
+    if shape.tensor > 1:
+        return block_of_parts(r, x, shape, policy, table, attention)
     made = attention(r, fused_rms_norm(r, x, "attention_norm"), shape, policy, table)
     x = ops.add(r, x, made, "residual_attention")
     del made
     inner = mixture if shape.mixture else feed_forward
     return ops.add(r, x, inner(r, fused_rms_norm(r, x, "mlp_norm"), shape, policy), "residual_mlp")
+
+
+def norm_of_parts(r: Recorder, x: Tensor, name: str) -> Tensor:
+    """``nn.RMSNorm`` of (b, s / t, h)."""
+    return fused_rms_norm(r, tp.apart(ops.alias(r, x)), name, placed="parts")
+
+
+def block_of_parts(
+    r: Recorder, x: Tensor, shape: LayerShape, policy: Policy, table: Tensor | None, attention: Attention
+) -> Tensor:
+    """The same on (b, s / t, h); ``shape`` is that of all ranks together."""
+    t = shape.tensor
+    part = local(shape, t)
+
+    def attended(normed: Tensor) -> Tensor:
+        return attention(r, tp.gathered(r, normed, t, "attention_input"), part, policy, table)
+
+    def scattered(r: Recorder, x: Tensor) -> Tensor:
+        return tp.scattered(r, x, t, "mlp_output_part", policy.run)
+
+    def fed(normed: Tensor) -> Tensor:
+        return feed_forward(r, tp.gathered(r, normed, t, "mlp_input"), part, policy, scattered)
+
+    def mixed(normed: Tensor) -> Tensor:
+        whole = tp.everywhere(r, normed, t, "experts_input")
+        return scattered(r, mixture(r, whole, part, policy))
+
+    x = ops.add(r, x, attended(norm_of_parts(r, x, "attention_norm")), "residual_attention")
+    inner = mixed if shape.mixture else fed
+    return ops.add(r, x, inner(norm_of_parts(r, x, "mlp_norm")), "residual_mlp")
 
 
 # -- Qwen 3 -----------------------------------------------------------------------------------------
@@ -179,3 +217,7 @@ def cudnn_attention(r: Recorder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out.node = r.node((q, k, v), (k, q, v, logsumexp, out, offset, seed), backward, work=work)
     del offset, seed, logsumexp
     return out
+
+
+qwen3_block = partial(block, attention=qwen3_attention)
+deepseek_block = partial(block, attention=latent_attention)

@@ -342,7 +342,7 @@ def _without_recipe(written: Node, spec: TracedSpec, loaded: tuple[Note, ...]) -
 def _shardable(read: ReadPlan) -> ReadPlan:
     """``read``, under ``REPLICATING`` where nobody named a framework and what was learnt of its model is not known
     under ``SHARDING``."""
-    named = read.chosen_framework is None or any(path.startswith(f"{SHARDING}.") for path in read.origins)
+    named = read.names_framework or any(path.startswith(f"{SHARDING}.") for path in read.origins)
     if named or read.plan.framework != SHARDING:
         return read
     from .resolve import resolve

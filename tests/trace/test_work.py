@@ -14,7 +14,7 @@ from memplan.frameworks.plain import timing
 from memplan.layers.module import Counted
 from memplan.layers.work import Attention, Product, Stream
 from memplan.plan.plan import ResolvedPlan
-from memplan.plan.traced_spec import TracedSpec
+from memplan.plan.traced_spec import MEANINGLESS, TracedSpec
 from memplan.search.time import shape_of, step_time
 from memplan.trace.fit import Fit, Polynomial
 from memplan.trace.operators import done_by
@@ -33,7 +33,8 @@ def both(family: str, b: int, s: int, monkeypatch: pytest.MonkeyPatch) -> tuple[
     fit = fit_of(family)
     monkeypatch.setattr(timing, "fit_of", lambda plan: fit)
     names: dict[str, Any] = {"name": "x", "family": family, "source": "x", "reason": "", "digest": family}
-    spec = TracedSpec.model_construct(**names, layers=7, config={}, counted=True, positions_max=1 << 20)
+    sizes = {**MEANINGLESS, "layers": 7, "positions_max": 1 << 20}
+    spec = TracedSpec.model_construct(**sizes, **names, config={}, counted=True)
     return plan, plan.model_copy(update={"model": spec})
 
 

@@ -11,7 +11,6 @@ from ...layers import (
     titan_muse,
     titan_newest,
     titan_qwen35,
-    titan_tp,
     torchtitan,
     torchtitan_tp,
 )
@@ -110,26 +109,6 @@ def _llama_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.P
     return torchtitan.block(r, x, shape, policy)
 
 
-def _qwen3_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, table: Tensor | None) -> Tensor:
-    return _block(r, x, shape, policy, titan_models.qwen3_attention, table)
-
-
-def _latent_block(r: Recorder, x: Tensor, shape: LayerShape, policy: torchtitan.Policy, table: Tensor | None) -> Tensor:
-    return _block(r, x, shape, policy, titan_models.latent_attention, table)
-
-
-def _block(
-    r: Recorder,
-    x: Tensor,
-    shape: LayerShape,
-    policy: torchtitan.Policy,
-    attention: titan_models.Attention,
-    table: Tensor | None,
-) -> Tensor:
-    block = titan_models.block if shape.tensor == 1 else titan_tp.block
-    return block(r, x, shape, policy, attention, table)
-
-
 def _table(name: str, shape: tuple[int, ...], dtype: str, counted: tuple[int, ...]) -> Hold:
     """``counted``: its shape as numbers of the dtype ``fp32``."""
     return Hold(0, hold_bytes(counted, "fp32"), Category.BUFFERS, name, shape, dtype)
@@ -221,9 +200,9 @@ QWEN_3 = Titan(
     "qwen3",
     "Qwen 3",
     OF_0_2_2,
-    block=_qwen3_block,
+    block=titan_models.qwen3_block,
     norm=titan_moe.fused_rms_norm,
-    norm_of_parts=titan_tp.rms_norm,
+    norm_of_parts=titan_models.norm_of_parts,
     registered=("query_norm", "key_norm", *ATTENTION, *MIXTURE, "gate", "down", "up", *NORMS),
     covers={**reads(LLAMA, "experts", "router_weighs_inputs"), **UNTIED, **TIES, **ROUTED, "qk_norm": (True,)},
     buffers=_cosines,
@@ -236,9 +215,9 @@ QWEN_3_MOE = Titan(
     "qwen3",
     "Qwen 3",
     OF_0_2_2,
-    block=_qwen3_block,
+    block=titan_models.qwen3_block,
     norm=titan_moe.fused_rms_norm,
-    norm_of_parts=titan_tp.rms_norm,
+    norm_of_parts=titan_models.norm_of_parts,
     registered=QWEN_3.registered,
     covers={**QWEN_3.covers, **UNTIED},
     buffers=_with_experts(_cosines),
@@ -250,9 +229,9 @@ DEEPSEEK_V3 = Titan(
     "deepseek_v3",
     "DeepSeek V3",
     OF_0_2_2,
-    block=_latent_block,
+    block=titan_models.deepseek_block,
     norm=titan_moe.fused_rms_norm,
-    norm_of_parts=titan_tp.rms_norm,
+    norm_of_parts=titan_models.norm_of_parts,
     registered=(*LATENT, "attention_output", *NORMS, *MIXTURE, "gate", "down", "up"),
     covers=reads(
         {**reads(LLAMA, "experts", "latent_kv_rank", "router_weighs_inputs"), **UNTIED, **ROUTED, "qk_norm": (True,)},
