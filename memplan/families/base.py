@@ -162,7 +162,9 @@ class Family:
     projecting: Projecting | None = None
     """In which order queries, keys and values are made, if not as Llama's."""
     rotary: Callable[[Recorder, Tensor, Tensor, Shared], tuple[Tensor, Tensor]] | None = None
-    """How queries and keys turn, if not as Llama's: they are laid out head by head then."""
+    """How queries and keys turn, if not as Llama's: they are laid out head by head then,"""
+    rotary_keeps_layout: bool = False
+    """or as they were before."""
     scaled_queries: Callable[[Recorder, Tensor, Shared], Tensor] | None = None
     """What becomes of queries once they have turned, in a layer like Llama's."""
     tables: Literal["whole", "half", "complex"] = "whole"

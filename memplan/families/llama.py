@@ -158,7 +158,7 @@ def llama_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSha
         q, k = turned(r, q, k, shared, shape)
     if (scaled := family(spec.family).scaled_queries) is not None:
         q = scaled(r, q, shared)
-    seen = family(spec.family).rotary is None
+    seen = family(spec.family).rotary is None or family(spec.family).rotary_keeps_layout
     keys, values = Heads(k, seen), Heads(v, True)
     if shape.older:  # its variables are bound anew, ``key_states = repeat_kv(key_states, …)``
         del k, v

@@ -419,7 +419,7 @@ class Recorder(Counting):
             node.saved = ()
             node.backward = nothing
             node.frame = None
-            squares, added = _squares(node, produced), list[Tensor]()
+            together, added = node.together or _squares(node, produced), list[Tensor]()
             for edge in node.inputs:
                 produced_one = produced.pop()
                 if edge is None:
@@ -433,7 +433,7 @@ class Recorder(Counting):
                 buffer = buffers.setdefault(target, [None] * target.outputs)
                 if produced_one is not None:
                     self._arrive(buffer, slot, produced_one, target)
-                    if squares and buffer[slot] is not produced_one:
+                    if together and buffer[slot] is not produced_one:
                         added.append(produced_one)
                 del produced_one
                 waiting[target] -= 1
@@ -441,6 +441,7 @@ class Recorder(Counting):
                     pushed += 1
                     heapq.heappush(ready, (-target.sequence, pushed, target))
                 del target, buffer
+            added.reverse()  # a list ends its items last first
             del node, returned, produced, edge, added
         self.pool, self.prefix = outer
 

@@ -99,7 +99,7 @@ class Node:
 
     __slots__ = (
         "__weakref__", "apart", "backward", "divides", "dtypes", "frame", "inputs", "issue", "multiplies", "outputs",
-        "pool", "prefix", "read", "saved", "sequence", "work",
+        "pool", "prefix", "read", "saved", "sequence", "together", "work",
     )  # fmt: skip
 
     def __init__(
@@ -131,6 +131,9 @@ class Node:
         """and what stands before the names of the parameters that it reads again, where it recomputes a region."""
         self.multiplies = False
         """Its backward function multiplies matrices."""
+        self.together = False
+        """Gradients of its inputs live until all have been added, as PyTorch's do (torch 2.13, ``engine.cpp``,
+        ``evaluate_function``); of other nodes, where recipes leave out those of views, each until it has been."""
         self.apart = False
         """Gradients of its outputs are of a tensor subclass (``DTensor``), which is never added to in place,"""
         self.divides = False

@@ -89,6 +89,8 @@ def add(
 
     own = _issued(x.shape, out.dtype, x, y) if issue is None else issue.of(prod(x.shape))
     out.node = r.node((x, y), (), backward, work=work.Operator(issue=(own, 0)))
+    if out.node is not None:
+        out.node.together = broadcast and negates
     return out
 
 

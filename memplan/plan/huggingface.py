@@ -320,7 +320,8 @@ def _refuse_other_positions(config: Node, family: Config) -> None:
             "attn_temperature_tuning",
             "is not modelled; only layers without positions whose queries are scaled by positions are",
         )
-    for name, kinds in (("no_rope_layers", (0, 1)), ("layer_types", ("full_attention", "chunked_attention"))):
+    turned = "chunked_attention" if "attention_chunk" in family.keys else "full_attention"
+    for name, kinds in (("no_rope_layers", (0, 1)), ("layer_types", ("full_attention", turned))):
         node = config.mapping.get(name)
         given = [one.value for one in node.value] if node is not None and isinstance(node.value, list) else []
         if node is not None and given and given != [kinds[bool((i + 1) % interval)] for i in range(len(given))]:

@@ -37,7 +37,7 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"afm-4\.5b|arcee|nemotron-?4-(15|340)b|nemotron-mini", "its MLP of squared ReLU without a gate"),
     (r"olmo-(1\.7-|7b-0[47]24)", "its queries, keys and values, which are clipped (clip_qkv)"),
     (r"bitnet|falcon-e|1\.58", "its weights of less than two bits"),
-    (r"command-a|c4ai|aya|apertus-70b", "its layers"),
+    (r"apertus-70b", "its layers"),
     (r"flan-t5|mt5|umt5|^ul2|t5gemma|t5-v1_1|long-?t5|pegasus|mbart|nllb|m2m", "its encoder and decoder"),
     (r"modernbert|deberta|electra|albert|longformer|bigbird|xlnet", "its encoder"),
     (r"^mpt|gpt-neo-[0-9]|codegen|xglm|persimmon|stablelm", "its layers"),

@@ -60,7 +60,7 @@ def kinds_of(blocks: Sequence[str]) -> tuple[str, ...]:
 
 
 Family = Annotated[str, OneOf(FAMILIES)]
-Norm = Literal["layernorm", "rmsnorm"]
+Norm = Literal["layernorm", "layernorm_without_bias", "rmsnorm"]
 Positions = Literal["learned", "rotary", "alibi", "none"]
 Activation = Literal["gelu", "gelu_new", "gelu_fast", "relu", "relu2", "swiglu", "geglu", "quick_geglu"]
 Blocks = Literal["sequential", "parallel", "parallel_one_norm"]
@@ -116,7 +116,9 @@ class ModelSpec(Terse):
         description="rows of the learned position table; for rotary and ALiBi the longest sequence trained"
     )
 
-    norm: Norm = Field(description="LayerNorm (weight and bias) or RMSNorm (weight)")
+    norm: Norm = Field(
+        description="LayerNorm (weight and bias), LayerNorm without a bias (Command R) or RMSNorm (weight)"
+    )
     norm_place: Literal["pre", "post", "both"] = Field(
         "pre", description="norms before each block, after it as in BERT, or before and after as in Gemma 2"
     )
@@ -146,9 +148,10 @@ class ModelSpec(Terse):
     attention_output_bias: bool = Field(True, description="bias on the attention's output projection")
     mlp_bias: bool = Field(True, description="bias on the MLP's projections")
     qk_norm: bool = Field(False, description="RMSNorm of queries and keys, as in Qwen 3")
-    qk_norm_over: Literal["head", "heads", "head_without_weight"] = Field(
+    qk_norm_over: Literal["head", "heads", "each_head", "head_without_weight"] = Field(
         "head",
-        description="what it takes: each head, all heads together (OLMoE), or each head without a weight (Llama 4)",
+        description="what it takes: each head, all heads together (OLMoE), each head with weights of its own (Command "
+        "R+), or each head without a weight (Llama 4)",
     )
     attention_sinks: bool = Field(
         False, description="a learned number of each head that joins its softmax and takes no value (gpt-oss)"
@@ -332,6 +335,11 @@ class ModelSpec(Terse):
     def has_positions(self, layer: int) -> bool:
         """Whether attention in ``layer``, numbered from 0, turns queries and keys, where some layers' does not."""
         return not self.nope_interval or (layer + 1) % self.nope_interval != 0
+
+    @property
+    def limits_turned(self) -> bool:
+        """Layers with positions have a window or chunks, and so a mask of their own, where some have no positions."""
+        return self.nope_interval > 0 and (self.sliding_window or self.attention_chunk) is not None
 
     def sees_all(self, layer: int) -> bool:
         """Whether ``layer``, numbered from 0, is of the second of two kinds: without a window, without positions, or

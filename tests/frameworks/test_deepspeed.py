@@ -288,6 +288,7 @@ KNOWN: dict[str, dict[str, int]] = {
     **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma3_text", "z3-gemma3_text-recompute", "z2-gemma3_text")},
     "z3-phi3-recompute": {"+8192": 3, "-8192": 3},
     "z3-granitemoehybrid-recompute": {"+8192": 3, "-8192": 3},
+    "z3-smollm3-recompute": {"+8192": 3, "-8192": 3},
     "z3-gpt_neox-recompute": {"+16384": 3, "-16384": 3},
     "z3-starcoder2-recompute": {"+16384": 3, "-16384": 3},
     "z3-opt": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
@@ -310,7 +311,7 @@ that Liger's loss has made in forward have another name in our backward."""
 
 GROUPED = (
     "z3-adapters", "z3-adapters-all", "z3-adapters-recompute", "z3-deepseek_v3-adapters", "z3-gemma3_text-adapters",
-    "z3-olmo3-adapters", "z3-starcoder2-adapters",
+    "z3-olmo3-adapters", "z3-starcoder2-adapters", "z3-smollm3-adapters",
 )  # fmt: skip
 """Small buckets: a few of what is gathered ahead come in other groups, as many bytes in all."""
 

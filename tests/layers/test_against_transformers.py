@@ -57,6 +57,10 @@ WINDOWED = UNCAPPED | {"final_logit_softcapping": 30.0, "sliding_window_pattern"
 EXAONE4 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 2, "bos_token_id": 0, "eos_token_id": 0}
 OLMO3 = {**LLAMA, "sliding_window": 160, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 STARCODER2 = {**LLAMA, "sliding_window": 160}
+SMOLLM3 = {**LLAMA, "no_rope_layer_interval": 2, "pad_token_id": 0}
+SEED_OSS = {**LLAMA, "attention_dropout": 0.0}
+COHERE = {name: value for name, value in LLAMA.items() if name != "head_dim"}
+COHERE2 = {**COHERE, "sliding_window": 160, "sliding_window_pattern": 2}
 NO_WINDOW: dict[str, Any] = {
     "sliding_window": None,
     "layer_types": ["full_attention"] * LAYERS,
@@ -127,6 +131,46 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_key_value_heads": 6, "tie_word_embeddings": True},
     ),
     "olmo3-one-key": ("olmo3", OLMO3 | {"num_key_value_heads": 1}),
+    "olmo2": ("olmo2", LLAMA),
+    "olmo2-biased-tied-dropout": (
+        "olmo2",
+        LLAMA
+        | {"attention_bias": True, "attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": True},
+    ),
+    "olmo2-one-key": ("olmo2", LLAMA | {"num_key_value_heads": 1}),
+    "smollm3": ("smollm3", SMOLLM3),
+    "smollm3-biased-untied-dropout": (
+        "smollm3",
+        SMOLLM3
+        | {"attention_bias": True, "mlp_bias": True, "attention_dropout": 0.1, "num_key_value_heads": 6}
+        | {"tie_word_embeddings": False, "no_rope_layer_interval": 3},
+    ),
+    "smollm3-one-key": ("smollm3", SMOLLM3 | {"num_key_value_heads": 1}),
+    "seed_oss": ("seed_oss", SEED_OSS),
+    "seed_oss-unbiased-tied-undropped": (
+        "seed_oss",
+        SEED_OSS
+        | {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True, "residual_dropout": 0.0}
+        | {"attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": True},
+    ),
+    "seed_oss-one-key": ("seed_oss", SEED_OSS | {"num_key_value_heads": 1}),
+    "cohere": ("cohere", COHERE),
+    "cohere-normed-biased-untied-dropout": (
+        "cohere",
+        LLAMA
+        | {"use_qk_norm": True, "attention_bias": True, "attention_dropout": 0.1, "num_key_value_heads": 6}
+        | {"tie_word_embeddings": False},
+    ),
+    "cohere-normed": ("cohere", LLAMA | {"use_qk_norm": True}),
+    "cohere-normed-one-key": ("cohere", LLAMA | {"use_qk_norm": True, "num_key_value_heads": 1}),
+    "cohere2": ("cohere2", COHERE2),
+    "cohere2-biased-untied-dropout": (
+        "cohere2",
+        COHERE2
+        | {"attention_bias": True, "attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": False}
+        | {"sliding_window_pattern": 4},
+    ),
+    "cohere2-one-key": ("cohere2", COHERE2 | {"num_key_value_heads": 1}),
     "gemma3_text-one-key": ("gemma3_text", GEMMA3 | {"num_key_value_heads": 1}),
     "opt": ("opt", OPT),
     "opt-dropout": ("opt", OPT | {"dropout": 0.1, "attention_dropout": 0.1, "tie_word_embeddings": False}),
@@ -216,6 +260,7 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3-masked-dropout": ("phi3", PHI3 | {"sliding_window": 30, "attention_dropout": 0.1}),
     "ministral3-masked-six-keys": ("ministral3", LLAMA | {"sliding_window": 30, "num_key_value_heads": 6}),
     "gemma3_text-masked": ("gemma3_text", GEMMA3 | {"sliding_window": 30, "head_dim": 32}),
+    "cohere2-masked": ("cohere2", COHERE2 | {"sliding_window": 30}),
     "exaone4-masked": ("exaone4", EXAONE4 | {"sliding_window": 30}),
     "olmo3-masked": ("olmo3", OLMO3 | {"sliding_window": 30}),
     "starcoder2-masked-dropout": (

@@ -26,13 +26,14 @@ BASE = {
     "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b", "qwen3_next": "qwen3-next-80b-a3b",
     "glm4_moe_lite": "glm-4.7-flash", "minimax_m2": "minimax-m2", "ministral3": "ministral-3-8b",
     "gemma3_text": "gemma-3-4b", "exaone4": "exaone-4.0-32b", "olmo3": "olmo-3-7b",
-    "starcoder2": "starcoder2-3b",
+    "starcoder2": "starcoder2-3b", "olmo2": "olmo-2-7b", "smollm3": "smollm3-3b", "seed_oss": "seed-oss-36b",
+    "cohere": "command-r-plus", "cohere2": "command-r7b",
     "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b",
 }  # fmt: skip
 """A built-in spec of each family, or of one with layers that are all alike."""
 
 OTHER = {
-    "norm": ["layernorm", "rmsnorm"],
+    "norm": ["layernorm", "layernorm_without_bias", "rmsnorm"],
     "norm_place": ["pre", "post", "both"],
     "blocks": ["sequential", "parallel", "parallel_one_norm"],
     "positions": ["learned", "rotary", "alibi", "none"],
@@ -96,7 +97,7 @@ OF_FAMILY = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS | LINEAR | {"shared_expert_ffn": 64}),
     "qwen3_5": LINEAR,
     **{family: {"full_interval": 2} for family in ("gemma3_text", "olmo3")},
-    "exaone4": {"nope_interval": 2},
+    **{family: {"nope_interval": 2} for family in ("exaone4", "smollm3", "cohere2")},
     "nemotron-nas": {"family": "nemotron-nas"},
 }  # fmt: skip
 """Sizes that a family needs."""

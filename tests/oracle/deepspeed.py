@@ -136,6 +136,7 @@ SIZES |= {
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 24,
     },
+    "helium": {**OF_LLAMA, **TOKENS, "head_dim": 16},
     "smollm3": {**OF_LLAMA, "pad_token_id": 0, "no_rope_layer_interval": 2},
     "exaone4": {**OF_LLAMA, **TOKENS, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
     "olmo3": {
@@ -145,6 +146,10 @@ SIZES |= {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     },
     "starcoder2": {**OF_LLAMA, "sliding_window": 16},
+    "olmo2": {**OF_LLAMA, **TOKENS},
+    "seed_oss": {**OF_LLAMA, **TOKENS, "head_dim": 16, "attention_dropout": 0.0},
+    "cohere": {**OF_LLAMA, **TOKENS, "use_qk_norm": True},
+    "cohere2": {**OF_LLAMA, **TOKENS, "sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
     "granitemoehybrid": {
         **OF_LLAMA,
@@ -255,6 +260,9 @@ CASES: dict[str, Case] = {
         3, family="starcoder2", dtype="fp32", zero=SMALL_3, recompute=True, lora="q_proj,o_proj,c_fc,c_proj"
     ),
     "z2-starcoder2": Case(2, family="starcoder2", dtype="fp32", zero=SMALL, microbatches=2),
+    "z3-smollm3": Case(3, family="smollm3", zero=SMALL_3),
+    "z3-smollm3-recompute": Case(3, family="smollm3", zero=SMALL_3, recompute=True),
+    "z3-smollm3-adapters": Case(3, family="smollm3", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
     "z3-gemma3_text": Case(3, family="gemma3_text", zero=SMALL_3),
     "z3-gemma3_text-recompute": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True),
     "z3-gemma3_text-adapters": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
@@ -322,12 +330,8 @@ CASES: dict[str, Case] = {
     "z3-grpo": Case(3, zero=SMALL_3, recompute=True, trainer="grpo"),
 }
 
-# Families without a recipe, whose layers traces say: ``tests/trace/deepspeed_0_19_8.json``.
-LEARNED: dict[str, Case] = {
-    "z3-smollm3": Case(3, family="smollm3", zero=SMALL_3),
-    "z3-smollm3-recompute": Case(3, family="smollm3", zero=SMALL_3, recompute=True),
-    "z3-smollm3-adapters": Case(3, family="smollm3", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
-}
+# Cases whose layers traces say, too: ``tests/trace/deepspeed_0_19_8.json``.
+LEARNED: dict[str, Case] = {name: case for name, case in CASES.items() if case.family == "smollm3"}
 
 
 def configuration(case: Case) -> dict[str, Any]:

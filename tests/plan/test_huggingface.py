@@ -81,7 +81,7 @@ sizes = st.integers(1, 9)
 
 GROUPED = {
     *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
-    *("minimax_m2", "ministral3", "gemma3_text", "exaone4", "starcoder2"),
+    *("minimax_m2", "ministral3", "gemma3_text", "exaone4", "starcoder2", "smollm3", "seed_oss"),
 }
 """Families with fewer key heads than query heads by default."""
 
@@ -210,7 +210,29 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "phi3": {"tie_word_embeddings": st.booleans()},
         "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "exaone4": {"tie_word_embeddings": st.booleans(), "sliding_window_pattern": st.integers(1, 4)},
-        "olmo3": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
+        **{
+            olmo: {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()} for olmo in ("olmo2", "olmo3")
+        },
+        "smollm3": {
+            "attention_bias": st.booleans(),
+            "mlp_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "no_rope_layer_interval": st.integers(1, 4),
+        },
+        "seed_oss": {
+            **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), st.booleans()),
+            "tie_word_embeddings": st.booleans(),
+        },
+        "cohere": {
+            "attention_bias": st.booleans(),
+            "use_qk_norm": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+        },
+        "cohere2": {
+            "attention_bias": st.booleans(),
+            "tie_word_embeddings": st.booleans(),
+            "sliding_window_pattern": st.integers(1, 4),
+        },
         "starcoder2": {
             "use_bias": st.booleans(),
             "tie_word_embeddings": st.booleans(),
@@ -543,6 +565,7 @@ def test_built_in_specs_count_as_transformers_does(name: str) -> None:
             "num_attention_heads": spec.heads,
             "num_key_value_heads": spec.kv_heads,
             **({"head_dim": spec.head_dim} if "head_dim" in FAMILIES[spec.family].keys else {}),
+            **({"use_qk_norm": spec.qk_norm} if "qk_norm" in FAMILIES[spec.family].keys else {}),
             "intermediate_size": spec.ffn,
             "max_position_embeddings": spec.positions_max,
         },
@@ -556,10 +579,10 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, "
-        "olmo3, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, qwen3_moe, qwen3_next, qwen3_5_text, "
-        "qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, deepseek_v32, glm_moe_dsa, gpt_oss, glm4_moe, "
-        "glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, granitemoe, granitemoehybrid, nemotron-nas, "
-        "nemotron_h, mamba2"
+        "olmo2, olmo3, cohere, cohere2, smollm3, seed_oss, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, "
+        "qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, deepseek_v32, "
+        "glm_moe_dsa, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, granitemoe, "
+        "granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

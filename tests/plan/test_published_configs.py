@@ -13,6 +13,8 @@ from memplan.cli import main
 from memplan.plan.errors import PlanError
 from memplan.plan.library import learned_models
 from memplan.plan.read import read_plan
+from memplan.plan.resolve import resolve
+from memplan.plan.spec import ModelSpec
 from memplan.plan.traced_spec import CHANGES_NOTHING, built_in_like
 
 SMOLLM3: dict[str, Any] = {
@@ -40,11 +42,40 @@ MISTRAL_SMALL: dict[str, Any] = {
 """Of https://huggingface.co/mistralai/Mistral-Small-3.1-24B-Instruct-2503."""
 
 
+PHI_2: dict[str, Any] = {
+    "architectures": ["PhiForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 50256, "embd_pdrop": 0.0,
+    "eos_token_id": 50256, "hidden_act": "gelu_new", "hidden_size": 2560, "initializer_range": 0.02,
+    "intermediate_size": 10240, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048, "model_type": "phi",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32, "partial_rotary_factor": 0.4,
+    "qk_layernorm": False, "resid_pdrop": 0.1, "rope_scaling": None, "rope_theta": 10000.0,
+    "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.37.0", "use_cache": True,
+    "vocab_size": 51200,
+}  # fmt: skip
+"""Of https://huggingface.co/microsoft/phi-2."""
+
+
 def test_a_published_configuration_is_the_built_in_model() -> None:
-    assert built_in_like(SMOLLM3) == "smollm3-3b"
-    for name, value in (("hidden_size", 2304), ("no_rope_layers", [1] * 36), ("embedding_dropout", 0.1)):
-        assert built_in_like({**SMOLLM3, name: value}) == ""
-    assert built_in_like({key: value for key, value in SMOLLM3.items() if key != "max_position_embeddings"}) == ""
+    assert built_in_like(PHI_2) == "phi-2"
+    for name, value in (("hidden_size", 2304), ("qk_layernorm", True), ("embedding_dropout", 0.1)):
+        assert built_in_like({**PHI_2, name: value}) == ""
+    assert built_in_like({key: value for key, value in PHI_2.items() if key != "partial_rotary_factor"}) == ""
+
+
+def test_smollm_3_is_read_from_its_published_configuration(tmp_path: Path) -> None:
+    """As the built-in model; layers that have positions are those of one interval, and all see all tokens."""
+    path = tmp_path / "config.json"
+
+    def read(**changes: object) -> ModelSpec:
+        path.write_text(json.dumps({**SMOLLM3, **changes}))
+        return resolve(read_plan(None, {"model": str(path), "framework": "single"}).plan).model
+
+    own = ("name", "source", "published_parameters")
+    built_in = resolve(read_plan(None, {"model": "smollm3-3b", "framework": "single"}).plan).model
+    assert read().model_dump(exclude={*own}) == built_in.model_dump(exclude={*own})
+    with pytest.raises(PlanError, match="no_rope_layers: is not modelled; only every 4th layer without positions"):
+        read(no_rope_layers=[1] * 36)
+    with pytest.raises(PlanError, match="use_sliding_window = true: is not modelled; only false is"):
+        read(use_sliding_window=True)
 
 
 @pytest.mark.parametrize("name", learned_models())

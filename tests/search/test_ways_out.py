@@ -55,10 +55,10 @@ TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
             **{"mbs": "8", "gbs": "64", "seq": "8192", "lora-rank": "16"},
         },
     ),
-    "no recipe": (None, {"model": "smollm3-3b", "gpu": "rtx-4090", "seq": "2048"}),
+    "no recipe": (None, {"model": "phi-2", "gpu": "rtx-4090", "seq": "2048"}),
     "no recipe, sharded": (
         None,
-        {"model": "olmo-2-7b", "framework": "fsdp", "gpus": "4", "gpu": "a100-40gb", "mbs": "2"},
+        {"model": "olmo-7b", "framework": "fsdp", "gpus": "4", "gpu": "a100-40gb", "mbs": "2"},
     ),
 }
 

@@ -39,7 +39,7 @@ from .test_step import SCALARS
 pytest.importorskip("peft", reason="peft is not installed (the extra dev has it)")
 
 ADAPTED = {path.parent.name: path for path in sorted(LEARNED.glob(f"*/*{cache.TOGETHER}"))}
-BESIDE = ("olmo-2-1b", "roberta-base")
+BESIDE = ("olmo-7b", "roberta-base")
 """Models that every run of the tests traces; the others do where all is run."""
 MODELS = [name if name in BESIDE else pytest.param(name, marks=pytest.mark.slow) for name in ADAPTED]
 LARGEST = 1_500_000
@@ -153,17 +153,17 @@ def test_adapters_of_every_layer(name: str) -> None:
 
 def test_alpha_and_scaling_change_nothing() -> None:
     fits = [
-        fit_of(plan_of("olmo-2-1b", **{"lora-targets": "q_proj,v_proj"}, **more)) for more in ({}, {"lora-alpha": "64"})
+        fit_of(plan_of("olmo-7b", **{"lora-targets": "q_proj,v_proj"}, **more)) for more in ({}, {"lora-alpha": "64"})
     ]
     assert fits[0].pieces[0].kinds == fits[1].pieces[0].kinds
-    (reverse,) = [fit_of(plan_of("olmo-2-1b", **{"lora-targets": "v_proj,q_proj", "use-rslora": "true"}))]
+    (reverse,) = [fit_of(plan_of("olmo-7b", **{"lora-targets": "v_proj,q_proj", "use-rslora": "true"}))]
     assert reverse.pieces[0].kinds == fits[0].pieces[0].kinds
 
 
 def test_all_layers_by_their_names() -> None:
     """As most configurations list them."""
     names = "q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"
-    every, named = (fit_of(plan_of("olmo-2-1b", **{"lora-targets": one})) for one in (ALL_LINEAR, names))
+    every, named = (fit_of(plan_of("olmo-7b", **{"lora-targets": one})) for one in (ALL_LINEAR, names))
     assert every.pieces[0].kinds == named.pieces[0].kinds
     assert names_all(every, ("self_attn.q_proj", *names.split(",")[1:]))
     assert not names_all(every, names.split(",")[1:])
@@ -171,14 +171,14 @@ def test_all_layers_by_their_names() -> None:
 
 
 def test_other_targets_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["estimate", "--model", "olmo-2-1b", "--lora-rank", "8", "--lora-targets", "q_proj,o_proj"]) == 2
+    assert main(["estimate", "--model", "olmo-7b", "--lora-rank", "8", "--lora-targets", "q_proj,o_proj"]) == 2
     line = capsys.readouterr().err
     assert ", and with LoRA of any rank on all-linear or q_proj,v_proj; it is not known in bf16" in line
     assert line.count("\n") == 1
 
 
 def test_one_learning_serves_every_rank() -> None:
-    fit = fit_of(plan_of("olmo-2-1b", **{"lora-targets": ALL_LINEAR}))
+    fit = fit_of(plan_of("olmo-7b", **{"lora-targets": ALL_LINEAR}))
     assert at_rank(fit, None) is fit
     elements = {rank: _adapters(rank) for rank in (1, 64)}
     assert elements[64] == 64 * elements[1]
@@ -190,7 +190,7 @@ def test_learnt_with_one_rank_and_estimated_with_another(tmp_path: Path, capsys:
     sizes: dict[str, Any] = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
     sizes |= {"intermediate_size": 96, "max_position_embeddings": 64}
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "olmo2", **sizes}))
+    path.write_text(json.dumps({"model_type": "olmo", **sizes}))
     assert main(["trace", "--learn", "--model", str(path), "--lora-rank", "8", "--lora-targets", "q_proj", "-q"]) == 0
     assert not capsys.readouterr().err
     plan = plan_of(str(path), **{"lora-targets": "q_proj", "mbs": "2", "gbs": "4", "seq": "48"})
@@ -199,7 +199,7 @@ def test_learnt_with_one_rank_and_estimated_with_another(tmp_path: Path, capsys:
 
 
 def _adapters(rank: int) -> int:
-    (program,) = programs_of(plan_of("olmo-2-1b", **{"lora-targets": ALL_LINEAR, "lora-rank": str(rank)}), Options())
+    (program,) = programs_of(plan_of("olmo-7b", **{"lora-targets": ALL_LINEAR, "lora-rank": str(rank)}), Options())
     spans = (span for chunk in program.order.chunks for span in chunk.spans)
     return sum(one.elements * len(span.names) for span in spans for one in span.module.parameters if one.trained)
 

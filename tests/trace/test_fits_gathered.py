@@ -80,7 +80,7 @@ def learnt(name: str) -> Fit:
         fit, _, _ = learn(job, traced, LONGEST)
     else:
         with plan_of_case(LEARNED[name]) as plan:
-            fit, _, _ = learn(job_of(plan), as_followed, SHORT)
+            fit, _, _ = learn(replace(job_of_plan(plan), gathers=True), as_followed, SHORT)
     return Fit.from_json(json.loads(json.dumps(fit.to_json())))
 
 
@@ -172,8 +172,8 @@ def test_estimated_and_searched(
     """As a user has it who had it learnt: the report says what is gathered, and a search tries stage 3."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     lookup.forget()
-    with plan_of_case(LEARNED["z3-smollm3"]) as plan:
-        fit = fit_of("z3-smollm3")
+    with plan_of_case(Case(3, family="helium", zero=LEARNED["z3-smollm3"].zero)) as plan:
+        fit, _, _ = learn(job_of(plan), as_followed, SHORT)
         cache.store(lookup.kept_as(job_of(plan), fit), fit)
         model = str(plan.model.source)
         flags = ["--model", model, "--framework", "deepspeed", "--zero", "3", "--gpus", "2", "--seq", "32", "--json"]

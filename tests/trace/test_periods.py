@@ -27,13 +27,17 @@ def test_period_and_what_comes_before_it(row: str, found: tuple[int, int]) -> No
 
 def test_one_period_more() -> None:
     """Entries before it and behind it stay what they are, and forward leaves behind what its layers leave."""
-    piece = fit_of(resolve(read_plan(None, {"model": "smollm3-3b"}, traced=True).plan)).pieces[0]
+    piece = fit_of(resolve(read_plan(None, {"model": "phi-2"}, traced=True).plan)).pieces[0]
     count = sum(len(one.names) for one in piece.row)
-    grown = _repeating(piece, count + 4, 8, 4)
+    first = next(
+        at for at, name in enumerate(name for one in piece.row for name in one.names) if name.startswith(LAYER)
+    )
+    cut = first + 3
+    grown = _repeating(piece, count + 2, 3, 2)
     before, after = list(laid_out(piece, piece.row, *POINT)), list(laid_out(grown, grown.row, *POINT))
-    assert [one[0] for one in after if str(one[0]).startswith(LAYER)] == [f"{LAYER}{at}" for at in range(40)]
-    assert [one[2:] for one in after[:9]] == [one[2:] for one in before[:9]]
-    assert [one[2:] for one in after[13:]] == [one[2:] for one in before[9:]]
+    assert [one[0] for one in after if str(one[0]).startswith(LAYER)] == [f"{LAYER}{at}" for at in range(7)]
+    assert [one[2:] for one in after[:cut]] == [one[2:] for one in before[:cut]]
+    assert [one[2:] for one in after[cut + 2 :]] == [one[2:] for one in before[cut:]]
 
     def held(row: Row, known: int, places: range) -> int:
         events = [event for at in places for event in row.of(at, known)]
@@ -42,5 +46,5 @@ def test_one_period_more() -> None:
 
     old, new = Row(piece, piece.row, *POINT, False), Row(grown, grown.row, *POINT, False)
     for known in (FORWARD, FIRST):
-        more = held(new, known, range(count + 4)) - held(old, known, range(count))
-        assert more == held(old, known, range(5, 9))
+        more = held(new, known, range(count + 2)) - held(old, known, range(count))
+        assert more == held(old, known, range(cut - 2, cut))

@@ -64,6 +64,11 @@ FAMILIES = {
     "exaone4": "exaone-4.0-32b",
     "olmo3": "olmo-3-7b",
     "starcoder2": "starcoder2-3b",
+    "olmo2": "olmo-2-7b",
+    "smollm3": "smollm3-3b",
+    "seed_oss": "seed-oss-36b",
+    "cohere": "command-r-plus",
+    "cohere2": "command-r7b",
 }
 DELTA = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
 """Families with gated delta nets, which a trace runs by transformers' own operators alone, in 16 bits."""
@@ -230,8 +235,8 @@ WHISPER |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_target_positions"
 WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
     "qwen2_moe": {**GROUPED, "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
-    "olmo2": SIZED,
-    "cohere": GROUPED,
+    "olmo": SIZED,
+    "helium": {**GROUPED, "head_dim": 16},
     "roberta": SIZED,
     "t5": {"vocab_size": 1003, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4},
     "vit": {**SIZED, "image_size": 64, "patch_size": 16},

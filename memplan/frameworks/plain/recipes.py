@@ -52,7 +52,7 @@ def shared_tensors(r: Recorder, shape: LayerShape, ended: frozenset[int]) -> Sha
 
     mask = None
     if spec.causal and not shape.flash:
-        mask = outside((shape.b, 1, s, s), dtype, MASK, of_full=not shape.turns)
+        mask = outside((shape.b, 1, s, s), dtype, MASK, of_full=spec.limits_turned and not shape.turns)
     elif shape.masked:
         mask = outside((shape.b if shape.padded else 1, 1, s, s), "bool", MASK)
     return Shared(
