@@ -27,7 +27,8 @@ class Elsewhere(NamedTuple):
     implied: tuple[tuple[str, str, str], ...] = ()
     """Keys, what their value begins with, and flags that this means."""
     unmodelled: tuple[tuple[str, str, str], ...] = ()
-    """Keys, what their value begins with, and what is trained then that no flag says; ``a!b`` is a where b is off."""
+    """Keys, what their value begins with, and what is trained then that no flag says; ``a!b`` is a where b is off, and
+    an empty one whatever a configuration says."""
     otherwise: tuple[tuple[str, str], ...] = ()
     """Keys that are on where a configuration leaves them out, and flags that this means; ``a|b`` is left out where both
     are."""
@@ -47,6 +48,8 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         return f"{what or f'is {tool.name}'}: {tool.instead}"
     before = what or f"is a configuration of {tool.name}, which is not read"
     for key, begins, why in tool.unmodelled:
+        if not key:
+            return f"{before}: {why}"
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value)):
             return f"{before}; {why}, which is not modelled either"
     given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}

@@ -276,7 +276,27 @@ def test_jobs_of_jax_are_refused_as_such(
     text: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = told(capsys, tmp_path / "a.yaml", text)
-    assert f"is a configuration of {tool}, which trains by JAX: memplan plans PyTorch alone" in said
+    assert said.endswith(
+        f"is a configuration of {tool}, which is not read: it trains by JAX, and memplan plans PyTorch alone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "tool"),
+    [
+        ("python3 -m MaxText.train MaxText/configs/base.yml run_name=x per_device_batch_size=4", "MaxText"),
+        ("python src/maxtext/trainers/pre_train/train.py src/maxtext/configs/base.yml run_name=x", "maxtext"),
+        (
+            "python -m levanter.main.train_lm --config_path gpt2.yaml --trainer.num_train_steps 9",
+            "levanter",
+        ),
+    ],
+)
+def test_commands_of_jax_are_refused_as_such(
+    command: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, tmp_path / "a.sh", command)
+    assert f"starts {tool}, which trains by JAX, and memplan plans PyTorch alone" in said
 
 
 def test_what_is_off_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
