@@ -173,6 +173,8 @@ def _said(flag: str, node: Node, shortened: str) -> str:
     if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):
         return ""
     if flag == "--model":
+        if not isinstance(node.value, str):
+            return ""
         model = re.sub(f"^{shortened}", "", str(node.value)) if shortened else str(node.value)
         return f"{flag} {twin(model, node) or one_line(model)}"
     if flag in _GPUS and not str(node.value).isdecimal():

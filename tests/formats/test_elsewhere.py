@@ -299,6 +299,27 @@ def test_commands_of_jax_are_refused_as_such(
     assert f"starts {tool}, which trains by JAX, and memplan plans PyTorch alone" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "end"),
+    [
+        ("a.yaml", TUNE.replace("torchtune.models.llama3_1.lora_llama3_1_8b", "[1, 2]"), "--seq 2048 --mbs 2"),
+        ("a.sh", "megatron sft --model", "--help"),
+        ("a.yaml", "mcore_gpt: 1\nmodel: {optim: {name: [1]}, num_layers: null}\ntrainer: {devices: [0, 1]}\n", "NAME"),
+        ("a.yaml", "data_stages: null\nparallelism: []\ntokens: {micro_batch_size: {x: 1}}\n", "--help"),
+        ("a.yaml", "global_train_batch_size: x\nfsdp_config: true\nmodel: 3\n", "--gbs x"),
+        ("a.yaml", "model_class: llm\nmodel: {a: 1}\npeft_config: [r]\ndist_config: {name: null}\n", "--help"),
+        ("a.yaml", "actor_rollout_ref: {model: [path]}\n", "--help"),
+    ],
+)
+def test_values_of_another_kind_are_left_out(
+    name: str, text: str, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, tmp_path / name, text)
+    assert end in said
+    assert "Node(" not in said
+    assert "--model True" not in said
+
+
 def test_what_is_off_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f"{TUNE}optimizer_in_bwd: False\nenable_activation_offloading: False\ntensor_parallel_dim: 1\n"
     assert "memplan estimate --model llama-3.1-8b" in told(capsys, tmp_path / "a.yaml", text)
