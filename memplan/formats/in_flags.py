@@ -101,7 +101,23 @@ def _left(tool: Elsewhere, written: Node) -> list[str]:
     return [*found[:_FEW], *(["…"] if len(found) > _FEW else [])]
 
 
-_OFF = (None, False, 0, 1, "", "none", "None", "no", "false", "False", "auto", "null", [], {}, SAVED)
+_OFF: tuple[object, ...] = (
+    None,
+    False,
+    0,
+    1,
+    "",
+    "none",
+    "None",
+    "no",
+    "false",
+    "False",
+    "auto",
+    "null",
+    [],
+    {},
+    SAVED,
+)
 """Values that turn nothing on; a size of 1 cuts nothing. ``True`` is 1, too, and no size."""
 
 

@@ -24,7 +24,7 @@ _OTHER_INPUTS = re.compile(
 )
 BY_HAND = "_no_trainer"
 """How example scripts end that train in a loop of their own with Accelerate."""
-_LOOP_BY_HAND: Mapping[str, object] = {"optim": "adamw_torch", "do_eval": True, "prediction_loss_only": True}
+_LOOP_BY_HAND: Mapping[str, str | bool] = {"optim": "adamw_torch", "do_eval": True, "prediction_loss_only": True}
 """What that loop does: ``torch.optim.AdamW`` as PyTorch makes it (foreach), where the Trainer takes the fused kernel,
 and an evaluation behind every epoch that keeps losses (``main`` of ``run_clm_no_trainer.py``)."""
 _ROWS = {"run_clm": 1024, "run_fim": 1024, "run_summarization": 1024, "run_translation": 1024}
