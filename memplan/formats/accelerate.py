@@ -141,6 +141,10 @@ def accelerated(written: Node, folder: Path) -> Accelerated:
         node = written.mapping.get(key)
         if node is not None and node.value not in (None, {}, False, "false"):
             raise node.lacks(key, f"must be left out: {why}")
+    for key in _SECTIONS:
+        section = written.mapping.get(key)
+        if section is not None and section.value is not None and not isinstance(section.value, dict):
+            raise section.wrong(key, "must be a mapping, as accelerate config writes it")
     dynamo = dict(written.mapping.get("dynamo_config", written).mapping)
     if "backend" in dynamo:
         dynamo = {f"dynamo_{key}": node for key, node in dynamo.items()}

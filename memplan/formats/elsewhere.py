@@ -11,17 +11,17 @@ _NEOX = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "data_impl", "r
 _OF_TUNE = "--framework fsdp --fsdp-parameters bf16 --fsdp-reduce bf16 --gpus N"
 """torchtune's distributed recipes: ``fully_shard`` without mixed precision, of a model made in ``dtype``, which is bf16
 (``torchtune/training/_distributed.py``, ``shard_model``); files of those for one GPU are called so."""
-_BY_JAX = "memplan plans PyTorch alone: say the same job of PyTorch in flags (memplan estimate --help)"
+_BY_JAX = (("", "", "it trains by JAX, and memplan plans PyTorch alone"),)
 ELSEWHERE = (
     Elsewhere(
-        "a configuration of MaxText, which trains by JAX",
+        "MaxText",
         ("base_emb_dim", "base_num_decoder_layers", "remat_policy", "scan_layers", "ici_fsdp_parallelism"),
-        instead=_BY_JAX,
+        unmodelled=_BY_JAX,
     ),
     Elsewhere(
-        "a configuration of Levanter, which trains by JAX",
+        "Levanter",
         ("tensor_parallel_axes", "initialize_from_hf", "num_train_steps", "tracker"),
-        instead=_BY_JAX,
+        unmodelled=_BY_JAX,
     ),
     Elsewhere(
         "torchtune",

@@ -29,6 +29,8 @@ _OF_OTHERS = ("belongs to models", "was renamed long ago")
 """How the reason begins why an argument is refused that models of another kind have, or older scripts."""
 _DRAFTED = re.compile(r"^[^#\n]*(?<![\w-])--algorithm[ =](eagle\w*|medusa)", re.MULTILINE)
 """What Megatron-LM's ``examples/post_training/modelopt/convert_model.py`` is told in front of such a training."""
+_OF_ITS_OWN = 2
+"""Arguments of Megatron's beside one that any script may have."""
 _BETWEEN_WORDS = re.compile(r"(?:\s+|\\\n|#[^\n]*)*")
 _WORD = 100
 """Steps of an argument: what becomes of it later is among them."""
@@ -138,8 +140,8 @@ def _other_model(content: str, source: str, arguments: Mapping[str, Argument]) -
     for number, line in enumerate(content.splitlines(), 1):
         for name in () if _COMMENT.fullmatch(line) else _NAME.findall(line):
             argument = arguments.get(name)
-            if name == "--batch-size" and not any(map(is_megatron, _NAME.findall(content))):
-                continue  # anybody's
+            if name == "--batch-size" and len({*filter(is_megatron, _NAME.findall(content))}) < _OF_ITS_OWN:
+                continue  # anybody's, as --seq-length is
             if argument is not None and argument.table is Table.REFUSED and argument.why.startswith(_OF_OTHERS):
                 return PlanError(name, ABSENT, argument.why, origin=Origin(source, number))
     return None

@@ -27,7 +27,8 @@ class Elsewhere(NamedTuple):
     implied: tuple[tuple[str, str, str], ...] = ()
     """Keys, what their value begins with, and flags that this means."""
     unmodelled: tuple[tuple[str, str, str], ...] = ()
-    """Keys, what their value begins with, and what is trained then that no flag says; ``a!b`` is a where b is off."""
+    """Keys, what their value begins with, and what is trained then that no flag says; ``a!b`` is a where b is off, and
+    an empty one whatever a configuration says."""
     otherwise: tuple[tuple[str, str], ...] = ()
     """Keys that are on where a configuration leaves them out, and flags that this means; ``a|b`` is left out where both
     are."""
@@ -47,6 +48,8 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
         return f"{what or f'is {tool.name}'}: {tool.instead}"
     before = what or f"is a configuration of {tool.name}, which is not read"
     for key, begins, why in tool.unmodelled:
+        if not key:
+            return f"{before}: {why}"
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value)):
             return f"{before}; {why}, which is not modelled either"
     given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}
@@ -98,7 +101,23 @@ def _left(tool: Elsewhere, written: Node) -> list[str]:
     return [*found[:_FEW], *(["…"] if len(found) > _FEW else [])]
 
 
-_OFF = (None, False, 0, 1, "", "none", "None", "no", "false", "False", "auto", "null", [], {}, SAVED)
+_OFF: tuple[object, ...] = (
+    None,
+    False,
+    0,
+    1,
+    "",
+    "none",
+    "None",
+    "no",
+    "false",
+    "False",
+    "auto",
+    "null",
+    [],
+    {},
+    SAVED,
+)
 """Values that turn nothing on; a size of 1 cuts nothing. ``True`` is 1, too, and no size."""
 
 
@@ -170,6 +189,8 @@ def _said(flag: str, node: Node, shortened: str) -> str:
     if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):
         return ""
     if flag == "--model":
+        if not isinstance(node.value, str):
+            return ""
         model = re.sub(f"^{shortened}", "", str(node.value)) if shortened else str(node.value)
         return f"{flag} {twin(model, node) or one_line(model)}"
     if flag in _GPUS and not str(node.value).isdecimal():

@@ -418,6 +418,11 @@ def _no_training(reading: Reading, source: str) -> PlanError:
             return wrong_at(
                 started.origin, "starts ms-swift's training on preferences under Megatron, which is not modelled"
             )
+        by_jax = next(
+            (one for one in map(_BY_JAX.match, (text(started.words[n]) for n in _scripts(started.words))) if one), None
+        )
+        if by_jax is not None:
+            return wrong_at(started.origin, f"starts {by_jax[1]}, which trains by JAX, and memplan plans PyTorch alone")
         own = next((_OWN_COMMANDS[one] for pair in pairs for one in (pair, pair[:1]) if one in _OWN_COMMANDS), None)
         if own is not None:
             name, tool = own
@@ -477,6 +482,8 @@ MAPPINGS = (".json", ".yaml", ".yml")
 SEVERAL = 3
 """Arguments that are not known: a script that takes so many has a parser of its own."""
 _PREFERENCES = ("megatron", "rlhf")
+_BY_JAX = re.compile(r"(?i)(?:.*/)?(maxtext|levanter|easylm|t5x)[./]")
+"""Files and modules of tools that train by JAX."""
 _OWN_COMMANDS: Mapping[tuple[str, ...], tuple[str, Elsewhere]] = {
     ("tune",): ("torchtune", OF_FILES),
     ("automodel",): ("NeMo AutoModel", OF_FILES),

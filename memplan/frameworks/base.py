@@ -120,6 +120,8 @@ class Supports:
     """May ``pp`` be larger than the number of layers?"""
     several_gpus_of_a_process: bool = False
     """One process places the model on several GPUs, which are no product of the layout's sizes."""
+    decoder_lengths: bool = False
+    """A decoder's sequences may have another length than its encoder's (``batch.decoder_seq``)."""
     sections: tuple[str, ...] = PYTORCH_SECTIONS
     """Sections of a plan that not every framework reads (``FrameworkSection``), and ``device_map``."""
     loops: tuple[str, ...] = (

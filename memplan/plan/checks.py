@@ -184,6 +184,9 @@ def check_batch(plan: ResolvedPlan) -> None:
     if batch.multiply_by_visible_gpus:
         what = "several GPUs in one process"
         require(plan, "batch.multiply_by_visible_gpus", True, "false", "several_gpus_of_a_process", what=what)
+    if batch.decoder_seq is not None:
+        what = "a decoder's sequence of another length than the encoder's"
+        require(plan, "batch.decoder_seq", batch.decoder_seq, "left out", "decoder_lengths", what=what)
     if batch.padding and (why := no_padding(plan)):
         raise plan.wrong("batch.padding", f"must be false {why}")
     at_once = plan.samples * layout.dp

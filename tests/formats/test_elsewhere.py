@@ -276,7 +276,48 @@ def test_jobs_of_jax_are_refused_as_such(
     text: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said = told(capsys, tmp_path / "a.yaml", text)
-    assert f"is a configuration of {tool}, which trains by JAX: memplan plans PyTorch alone" in said
+    assert said.endswith(
+        f"is a configuration of {tool}, which is not read: it trains by JAX, and memplan plans PyTorch alone"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "tool"),
+    [
+        ("python3 -m MaxText.train MaxText/configs/base.yml run_name=x per_device_batch_size=4", "MaxText"),
+        ("python src/maxtext/trainers/pre_train/train.py src/maxtext/configs/base.yml run_name=x", "maxtext"),
+        (
+            "python -m levanter.main.train_lm --config_path gpt2.yaml --trainer.num_train_steps 9",
+            "levanter",
+        ),
+    ],
+)
+def test_commands_of_jax_are_refused_as_such(
+    command: str, tool: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, tmp_path / "a.sh", command)
+    assert f"starts {tool}, which trains by JAX, and memplan plans PyTorch alone" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "end"),
+    [
+        ("a.yaml", TUNE.replace("torchtune.models.llama3_1.lora_llama3_1_8b", "[1, 2]"), "--seq 2048 --mbs 2"),
+        ("a.sh", "megatron sft --model", "--help"),
+        ("a.yaml", "mcore_gpt: 1\nmodel: {optim: {name: [1]}, num_layers: null}\ntrainer: {devices: [0, 1]}\n", "NAME"),
+        ("a.yaml", "data_stages: null\nparallelism: []\ntokens: {micro_batch_size: {x: 1}}\n", "--help"),
+        ("a.yaml", "global_train_batch_size: x\nfsdp_config: true\nmodel: 3\n", "--gbs x"),
+        ("a.yaml", "model_class: llm\nmodel: {a: 1}\npeft_config: [r]\ndist_config: {name: null}\n", "--help"),
+        ("a.yaml", "actor_rollout_ref: {model: [path]}\n", "--help"),
+    ],
+)
+def test_values_of_another_kind_are_left_out(
+    name: str, text: str, end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = told(capsys, tmp_path / name, text)
+    assert end in said
+    assert "Node(" not in said
+    assert "--model True" not in said
 
 
 def test_what_is_off_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

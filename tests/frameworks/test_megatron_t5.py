@@ -14,6 +14,7 @@ from memplan.frameworks.megatron.programs import programs
 from memplan.layers.module import Options
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import ResolvedPlan
+from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.tape.events import Hold
 from memplan.tape.program import Program, fold_program
@@ -104,6 +105,13 @@ def test_a_decoder_that_nobody_has_is_refused() -> None:
     gpt = found.model_copy(update={"model": found.model.model_copy(update={"family": "gpt", "causal": True})})
     with pytest.raises(PlanError, match=r"batch\.decoder_seq = 64: must be left out"):
         estimate(gpt)
+
+
+def test_no_other_framework_has_a_decoder_of_another_length() -> None:
+    """transformers' T5 is known from traces, whose decoder reads as many tokens as its encoder."""
+    flags = {"model": "t5-small", "framework": "single", "seq": "512", "decoder-seq": "64"}
+    with pytest.raises(PlanError, match=r"batch\.decoder_seq = 64: must be left out with framework single; megatron"):
+        resolve(read_plan(None, flags, traced=True).plan)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,8 @@ _TASK_OF_NAME = re.compile(r"_(pretrain|sft|finetune|dora|peft|lora)(?:_|$)")
 _SCHEMES = ("lora", "dora")
 _NO_SCHEME = re.compile(r"_(?:pretrain|sft)(?:_|$)")
 _OF_MEMORY = ("model.", "train.", "dataset.", "ddp.", "optimizer.", "mixed_precision", "comm_overlap.", "peft")
+_PLACE = re.compile(r"dataset\.[\w.]*(?:path|root|dir|dataset_name)\w*(?:=.*)?", re.DOTALL)
+"""Where data lie, which changes no memory."""
 
 
 def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node, Asked, str, Recipe | None]:
@@ -115,7 +117,7 @@ def started(content: str, source: str, folder: Path, asked: Asked) -> tuple[Node
         if unknowns and all(one.options and not _of_memory(one.options) for one in unknowns):
             continue  # a condition between overrides such as checkpoint.load
         if unknowns:
-            if not is_override(text(word)) or path.startswith(_OF_MEMORY):
+            if not is_override(text(word)) or (path.startswith(_OF_MEMORY) and not _PLACE.fullmatch(path)):
                 named = is_override(text(word)) or name in OPTIONS or name in sets
                 field = path.partition("=")[0] if named else "an override"
                 raise needed(field, reading.ledger.shown(value), unknowns[0], training.origin)

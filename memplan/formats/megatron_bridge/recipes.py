@@ -349,7 +349,7 @@ class _Written:
             raise PlanError("model", ABSENT, problem, origin=made.origin)
         if (base := _hub_of(model)) is not None:
             if "model" not in self.said:
-                _check_text(name, base, model.origin)
+                _check_text(name, base, model.origin, model.fields)
             fields["model"] = Made("", model.fields, model.origin)
         found = {section: node for section, one in fields.items() if (node := self.node(section, one)) is not None}
         if self.wrong:
@@ -392,12 +392,17 @@ _READS_IMAGES = re.compile(r"_[0-9]+v_")
 """``glm_45v``."""
 
 
-def _check_text(name: str, hub: str, origin: Origin) -> None:
-    """Refuses a recipe whose model has towers beside the language model, or layers of its own, unless ``--model`` names
-    what to estimate in its place."""
+_OF_TOWER = "freeze_vision"
+"""What fields of a provider begin with that builds a tower of vision, too, whatever it is called (Ministral 3)."""
+
+
+def _check_text(name: str, hub: str, origin: Origin, fields: Collection[str] = ()) -> None:
+    """Refuses a recipe whose model, of which it sets ``fields``, has towers beside the language model, or layers of its
+    own, unless ``--model`` names what to estimate in its place."""
     words = {*re.split(r"[^a-z0-9]+", f"{name} {hub}".lower())}
     towers = [one for one in (*table.OTHER_MODELS, "wan", "flux") if one in words]
-    towers += ["vision"] if _READS_IMAGES.search(name) else []
+    reads = _READS_IMAGES.search(name) or any(field.startswith(_OF_TOWER) for field in fields)
+    towers += ["vision"] if reads else []
     layers = [one for one in _LAYERS if any(word.startswith(one) for word in (name, *words))]
     if towers or layers:
         what = f"more than a language model ({towers[0]})" if towers else f"layers of its own ({layers[0]})"

@@ -24,11 +24,13 @@ _OTHER_INPUTS = re.compile(
 )
 BY_HAND = "_no_trainer"
 """How example scripts end that train in a loop of their own with Accelerate."""
-_LOOP_BY_HAND: Mapping[str, object] = {"optim": "adamw_torch", "do_eval": True, "prediction_loss_only": True}
+_LOOP_BY_HAND: Mapping[str, str | bool] = {"optim": "adamw_torch", "do_eval": True, "prediction_loss_only": True}
 """What that loop does: ``torch.optim.AdamW`` as PyTorch makes it (foreach), where the Trainer takes the fused kernel,
 and an evaluation behind every epoch that keeps losses (``main`` of ``run_clm_no_trainer.py``)."""
-_ROWS = {"run_clm": 1024, "run_fim": 1024}
-"""``block_size`` where a tokenizer takes more (``language-modeling/run_clm.py``)."""
+_ROWS = {"run_clm": 1024, "run_fim": 1024, "run_summarization": 1024, "run_translation": 1024}
+"""``block_size`` where a tokenizer takes more (``language-modeling/run_clm.py``), or ``max_source_length``."""
+_TARGETS = {"run_summarization": 128, "run_translation": 128}
+"""``max_target_length`` of encoder-decoders (``summarization/run_summarization.py``)."""
 
 
 def said_by(called: str, written: Node, asked: Asked) -> Node:
@@ -42,6 +44,11 @@ def said_by(called: str, written: Node, asked: Asked) -> Node:
         raise PlanError("", ABSENT, f"{problem}sequences, alone are modelled", origin=written.origin)
     added: dict[str, Node] = {}
     lengths = ("block_size", "max_seq_length", "max_length")
+    if name in _TARGETS:
+        added["max_target_length"] = written.mapping.get("max_target_length", Node(_TARGETS[name], written.origin))
+        source = written.mapping.get("max_source_length", Node(_ROWS[name], written.origin))
+        kept = {key: node for key, node in written.mapping.items() if key not in (*lengths, "max_source_length")}
+        written = Node({**kept, "block_size": source}, written.origin)
     rows = 128 if name in _CLASSIFIERS else _ROWS.get(name)
     if rows is not None and not any(written.mapping.get(one) for one in lengths):
         added["block_size"] = Node(rows, written.origin)

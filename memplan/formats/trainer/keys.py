@@ -126,6 +126,10 @@ NOTED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
             (None, False),
             "copies of all keys and values, which the model returns where no checkpoints are on, are not counted",
         ),
+        "max_target_length": (
+            (None,),
+            "the decoder's rows are taken to be as long as the encoder's, max_source_length; shorter ones take less",
+        ),
         "batch_eval_metrics": ((None, False), "logits are not kept then; leave out --eval-batches"),
         "predict_with_generate": ((None, False), "evaluation generates text, whose keys and values are not counted"),
         "eval_do_concat_batches": ((None, True), "logits are assumed to be concatenated, batch by batch"),
@@ -159,6 +163,7 @@ WITHOUT_EFFECT = frozenset(
     max_predict_samples fim_rate fim_spm_rate max_train_samples max_eval_samples preprocessing_num_workers model_type
     tokenizer_name cache_dir use_fast_tokenizer model_revision token trust_remote_code overwrite_cache
     validation_split_percentage
+    source_lang target_lang source_prefix forced_bos_token ignore_pad_token_for_loss text_column summary_column
     keep_linebreaks streaming use_cpu_amp fp16_backend half_precision_backend fp16_opt_level torchdynamo mp_parameters
     eval_packing
     dataset_num_proc dataset_mixer dataset_mixture dataset_splits chat_template dataset_train_split dataset_test_split

@@ -137,7 +137,7 @@ def launched(found: Started, asked: Asked) -> Launch:
         of_releases += told_by_keys(written.mapping, TRAINING_LOOPS.get(loop.name, TRANSFORMERS))
     told_all = (*found.notes, *unread, *(Note(*note) for note in told), *of_releases)
     finish = launch.finish
-    if hasattr(dialect, "check"):
+    if dialect is not None and hasattr(dialect, "check"):
         finish = partial(_checked, launch.finish, partial(dialect.check, given))
     return replace(launch, notes=(*told_all, *launch.notes), finish=finish)
 

@@ -47,6 +47,7 @@ class Megatron(Framework):
     supports = Supports(
         compiled="Megatron-LM has no setting that compiles a model, and compiles its own fused functions in any case",
         loops=(),
+        decoder_lengths=True,
         sizes=frozenset({"tp", "pp", "dp", "cp", "vpp", "ep"}),
         tp_divides=("heads", "ffn", "hidden"),
         mixtures_refused={

@@ -293,3 +293,10 @@ def test_a_number_of_gpus_that_nobody_says_is_asked_for(said: dict[str, None], t
     with pytest.raises(PlanError, match="needs --gpus N"):
         read(tmp_path, written, model="gpt2")
     assert read(tmp_path, written, model="gpt2", gpus="8") == read(tmp_path, FSDP, model="gpt2")
+
+
+@pytest.mark.parametrize("section", ["fsdp_config", "parallelism_config", "deepspeed_config"])
+@pytest.mark.parametrize("value", [3, "full", [1], True])
+def test_a_section_is_a_mapping(section: str, value: object, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match=f"{section} = .*: must be a mapping, as accelerate config writes it"):
+        read(tmp_path, {**FSDP, section: value}, model="gpt2")

@@ -121,6 +121,12 @@ def qwen3_8b_sft_4gpu_h100_bf16_config() -> ConfigContainer:
 def qwen3_vl_8b_sft_1gpu_h100_bf16_config() -> ConfigContainer:
     return _pretrain_common()
 
+def ministral3_3b_sft_1gpu_h100_bf16_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("mistralai/Ministral-3-3B").to_megatron_provider(load_weights=False)
+    cfg.model.freeze_vision_model = False
+    return cfg
+
 def vanilla_pretrain_1gpu_h100_bf16_config() -> ConfigContainer:
     cfg = _pretrain_common()
     cfg.model = GPTModelProvider(num_layers=4, hidden_size=512, num_attention_heads=8, seq_length=4096, vocab_size=512)
@@ -225,7 +231,7 @@ def test_a_file_of_recipes_is_one_that_the_command_names(checkout: Path) -> None
     by_file = alone(checkout, "RECIPE=llama3_8b_pretrain_8gpu_h100_bf16_config").plan
     assert by_file == started(checkout, "llama3_8b_pretrain_8gpu_h100_bf16_config").plan
     with pytest.raises(
-        PlanError, match=r"RECIPE: is missing: the file has 7 functions; say which as llama3\.py:NAME, or with --set"
+        PlanError, match=r"RECIPE: is missing: the file has 8 functions; say which as llama3\.py:NAME, or with --set"
     ):
         alone(checkout)
     with pytest.raises(PlanError, match="did you mean llama3_8b_pretrain_8gpu_h100_bf16_config"):
@@ -308,6 +314,7 @@ def test_packed_sets_are_packed_where_they_are_modelled(checkout: Path) -> None:
             "knows: say it behind the file, model.tensor_model_parallel_size=VALUE",
         ),
         ("qwen3_vl_8b_sft_1gpu_h100_bf16_config", r"has more than a language model \(vl\), which is not modelled"),
+        ("ministral3_3b_sft_1gpu_h100_bf16_config", r"has more than a language model \(vision\), which is not"),
     ],
 )
 def test_one_line_for_what_only_running_code_knows(checkout: Path, recipe: str, problem: str) -> None:

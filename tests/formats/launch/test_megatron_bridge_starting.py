@@ -163,3 +163,12 @@ def test_a_benchmark_that_borrows_a_recipe_does_not_hold_it(checkout: Path) -> N
     found = file_of("llama3_8b_pretrain_config", checkout / "src/megatron/bridge")
     assert found is not None
     assert found.parts[-3:] == ("recipes", "llama", "llama3.py")
+
+
+def test_where_data_lie_need_not_be_known(checkout: Path) -> None:
+    """``dataset.path="${ENERGON_PATH}"`` of ``examples/models/qwen/qwen3_vl/peft_energon.sh``."""
+    recipe = "llama3_8b_pretrain_8gpu_h100_bf16_config"
+    for path in ("dataset.path=$DATA", "dataset.dataset_root=$DATA/x", "dataset.source.dataset_name=$NAME"):
+        assert started(checkout, recipe, path).plan == started(checkout, recipe).plan
+    with pytest.raises(PlanError, match=r"dataset.seq_length = .*: is needed, and \$LENGTH is not set"):
+        started(checkout, recipe, "dataset.seq_length=$LENGTH")

@@ -74,3 +74,22 @@ def test_a_batch_is_split_over_several_gpus_alone(launcher: str, tmp_path: Path)
         plan_of(tmp_path, f"{launcher} {SPLIT}")
     with pytest.raises(PlanError, match="split_batches = true: must be false"):
         plan_of(tmp_path, f"python {SPLIT}", gpus="2")
+
+
+@pytest.mark.parametrize(
+    ("script", "lengths", "rows"),
+    [
+        ("run_summarization", "", 1024),
+        ("run_summarization", " --max_source_length 256 --max_target_length 32", 256),
+        ("run_translation", " --source_lang en --target_lang ro --source_prefix to", 1024),
+    ],
+)
+def test_an_encoders_rows_are_as_long_as_the_script_cuts_them(
+    script: str, lengths: str, rows: int, tmp_path: Path
+) -> None:
+    """``max_source_length`` is 1024 by default, whatever the tokenizer's own limit (512 of T5) is."""
+    command = f"python {script}.py --model_name_or_path t5-small --do_train --per_device_train_batch_size 4{lengths}"
+    (tmp_path / "train.sh").write_text(f"{command}\n")
+    launch = read(str(tmp_path / "train.sh"), Asked())
+    assert build_plan(launch.source, {}, traced=True).plan.batch.seq == rows
+    assert "the decoder's rows are taken to be as long as the encoder's" in launch.notes[0].message
