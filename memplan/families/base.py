@@ -234,6 +234,8 @@ class Family:
     """Why transformers refuses a package's flash attention for it."""
     no_4bit: str = ""
     """Why bitsandbytes' 4-bit weights are not modelled for it."""
+    no_autocast: str = ""
+    """Why autocast is not modelled for it."""
     idle: str = ""
     """Which parameters it has that want gradients and never get any."""
     no_zero3: str = ""

@@ -148,6 +148,7 @@ V32 = replace(
         "transformers runs the indexer without a graph: it is not trained, has no gradients and no optimizer states, "
         "and its scores of every head are in fp32, two tensors at a time",
     ),
+    no_autocast="casts of its indexer's weights, which run without a graph, are not modelled",
     idle="its indexer's parameters never have a gradient",
     megatron_core=None,
 )

@@ -267,6 +267,8 @@ def _check_autocast(plan: ResolvedPlan) -> None:
         problem = "must be fp32" + (" or bf16" if precision.dtype == "bf16" else ": GradScaler unscales fp32 gradients")
         raise plan.wrong("precision.parameters", problem)
     require(plan, field, True, "false", "autocast")
+    if plan.model.has_sizes and (why := family(plan.model.family).no_autocast):
+        raise PlanError(field, True, f"must be false for family {plan.model.family}: {why}")
     if precision.dtype == "fp32":
         raise PlanError(field, True, "must be false with dtype fp32: autocast computes in bf16 or fp16")
     if plan.loss.kind not in ("plain", "liger", "cut", "liger-cross-entropy", "unsloth"):

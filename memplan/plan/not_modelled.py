@@ -7,6 +7,7 @@ import re
 _EXPERTS = "its experts"
 _SPARSE = "its attention, which picks keys"
 _LINEAR = "its linear attention"
+_INDEXERS = "its indexers, whose picks layers hand to one another"
 _IMAGES = "images that it reads"
 _NO_LANGUAGE = "models of anything but text"
 _OWN_CODE = "its layers, whose code came with its weights"
@@ -29,7 +30,7 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"phi-?(3\.5|mini|tiny)-moe|dbrx|arctic|grok|qwen1\.5-moe|qwen2-57b|jetmoe|flex-?olmo|longcat|step-?3", _EXPERTS),
     (r"solar-open|exaone-?moe|k-exaone", _EXPERTS),
     (r"deepseek-v4", _SPARSE),
-    (r"glm-?5", "its indexers, whose picks layers hand to one another"),
+    (r"glm-?5", _INDEXERS),
     (r"exaone-?(3|deep)|internlm|baichuan|chatglm|glm-?[23]-|xverse|^qwen-(1_8|7|14|72)b", _OWN_CODE),
     (r"phi-3-small|orion", _OWN_CODE),
     (r"hunyuan", "its norms of queries and keys behind the rotary embedding"),
@@ -70,4 +71,6 @@ def why_not(name: str) -> str:
     if what == _IMAGES:
         text = f"with its configuration ({fetch}) its text part is planned, where memplan has a recipe of that"
         return f"reads images, which is not modelled; {text}; if not,{_TRACE}"
+    if what == _INDEXERS:
+        return f"is known, and not modelled: memplan has no recipe for {what}, and traces none"
     return f"is known, and not modelled: memplan has no recipe for {what}; with its configuration ({fetch}){_TRACE}"

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..families import family
 from ..frameworks import framework, frameworks
 from ..layers.module import Options
 from ..plan.checks import framework_sections, listed
@@ -309,8 +310,9 @@ def learned(plan: ResolvedPlan, report: Steps = lambda done, of: None) -> Learne
     transformers; ``PlanError`` where it cannot be traced, or written as polynomials."""
     spec = plan.model
     if not isinstance(spec, TracedSpec):
-        problem = "has a recipe: memplan estimate needs no trace of it; memplan trace shows that both agree"
-        raise PlanError("model", spec.name, problem)
+        needless = "has a recipe: memplan estimate needs no trace of it; memplan trace shows that both agree"
+        missing = family(spec.family).no_transformers
+        raise PlanError("model", spec.name, f"is not learnt: {missing}" if missing else needless)
     framework(plan.framework).running.check_learnt(plan)
     cache.folder()  # before tracing, which takes long, is in vain
     job = job_of(plan)

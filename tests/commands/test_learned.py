@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {"vocab_size": 1003, "num_hidden_layers": 2, "num_attent
 SMALL |= {"intermediate_size": 96, "max_position_embeddings": 64}
 
 
-def config(folder: Path, kind: str = "olmo2", **changes: Any) -> str:
+def config(folder: Path, kind: str = "olmo", **changes: Any) -> str:
     folder.mkdir(exist_ok=True)
     transformers.AutoConfig.for_model(kind, **SMALL, **changes).to_json_file(folder / "config.json", use_diff=False)
     return str(folder / "config.json")
@@ -51,7 +51,7 @@ def test_learnt_then_estimated(
     path = config(tmp_path / "mine")
     job = ["--model", path, "--mbs", "2", "--seq", "48", "--gpu", "a100-40gb"]
     before = error_of(capsys, "estimate", *job)
-    assert "model_type = olmo2: is not an architecture that is modelled" in before
+    assert "model_type = olmo: is not an architecture that is modelled" in before
     assert f"nothing was learnt of it for bf16, flash attention: `memplan trace --learn --model {path}`" in before
 
     assert main(["trace", "--learn", "--model", path, "--json"]) == 0
@@ -63,7 +63,7 @@ def test_learnt_then_estimated(
     assert main(["estimate", *job, "--json"]) == 0
     estimated = json.loads(capsys.readouterr().out)
     (stage,) = estimated["stages"]
-    assert estimated["plan"]["model"]["family"] == "olmo2"
+    assert estimated["plan"]["model"]["family"] == "olmo"
     assert "hidden" not in estimated["plan"]["model"], "only what is known of it"
     assert sum(stage["breakdown"].values()) == stage["allocated_bytes"]
     assert stage["modules"] == ["embedding", "layer.0", "layer.1", "final_norm", "head"]
@@ -143,7 +143,7 @@ ADAPTED = ["--model", "{}", "--lora-rank", "8", "--lora-targets", "q_proj"]
         (["estimate", "--model", "{}", "--trainer", "sft"], "trainer.loop = sft: must be none or transformers: trl"),
         (
             ["trace", "--learn", "--model", "{}", "--lora-rank", "8"],
-            "lora.targets: is missing: peft has no default for model_type olmo2; say --lora-targets all-linear",
+            "lora.targets: is missing: peft has no default for model_type olmo; say --lora-targets all-linear",
         ),
         (["estimate", "--model", "{}", "--lora-targets", "q_proj"], "lora.targets = [q_proj]: needs lora.rank"),
         (

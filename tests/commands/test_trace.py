@@ -112,11 +112,11 @@ def test_stage_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.usefixtures("here")
 def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    made = transformers.AutoConfig.for_model("olmo2", **SMALL)
+    made = transformers.AutoConfig.for_model("olmo", **SMALL)
     made.to_json_file(tmp_path / "config.json", use_diff=False)
     assert main(["trace", "--model", str(tmp_path), "--mbs", "2", "--seq", "32", "--layers", "3", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
-    assert answer["no_recipe"].startswith("model_type = olmo2: is not an architecture that is modelled")
+    assert answer["no_recipe"].startswith("model_type = olmo: is not an architecture that is modelled")
     assert answer["plan"] is None
     assert all(one["estimated_bytes"] is None for one in answer["points"])
     assert {one["module"] for one in answer["modules"]} == {"embedding", "layer.0", "layer.1", "layer.2", "head"}
@@ -139,7 +139,7 @@ def test_model_without_a_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 def test_wrong_inputs_without_a_recipe(
     flags: list[str], line: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    transformers.AutoConfig.for_model("olmo2", **SMALL).to_json_file(tmp_path / "config.json", use_diff=False)
+    transformers.AutoConfig.for_model("olmo", **SMALL).to_json_file(tmp_path / "config.json", use_diff=False)
     assert main(["trace", "--model", str(tmp_path), "--mbs", "2", "--seq", "32", *flags]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -386,7 +386,7 @@ def test_an_architecture_without_a_recipe_shows_no_sizes_of_a_stand_in(
 ) -> None:
     from memplan.cli import main
 
-    (tmp_path / "config.json").write_text(CONFIG.replace('"llama"', '"olmo2"'))
+    (tmp_path / "config.json").write_text(CONFIG.replace('"llama"', '"olmo"'))
     for flags in (["--tp", "4"], ["--ep", "4"], ["--experts-imbalance", "1.5"]):  # whose experts nobody read
         assert main(["estimate", "--model", str(tmp_path), *flags]) == 2
         assert "under others this architecture has no recipe" in capsys.readouterr().err

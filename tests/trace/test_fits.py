@@ -293,7 +293,7 @@ def test_a_window_makes_two_pieces(tmp_path: Path) -> None:
 
 def test_size_that_is_no_polynomial(tmp_path: Path) -> None:
     """The reason names operator, module and points."""
-    _, job = without_recipe("olmo2", tmp_path, 1, 32)
+    _, job = without_recipe("olmo", tmp_path, 1, 32)
 
     def padded(one: Job) -> Traced:
         found = traced(one)
@@ -310,7 +310,7 @@ def test_size_that_is_no_polynomial(tmp_path: Path) -> None:
 
 
 def test_structure_that_changes(tmp_path: Path) -> None:
-    _, job = without_recipe("olmo2", tmp_path, 1, 32)
+    _, job = without_recipe("olmo", tmp_path, 1, 32)
 
     def routed(one: Job) -> Traced:
         return traced(replace(one, attention="eager" if one.s == 96 else one.attention))

@@ -183,11 +183,11 @@ def test_same_as_fully_shard(recompute: str) -> None:
 
 @pytest.mark.slow
 def test_same_as_fully_shard_that_casts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OLMo 2's layers are handed fp32 tables: of an architecture without a recipe, learnt as a user has it learnt."""
+    """OLMo's layers are handed fp32 tables: of an architecture without a recipe, learnt as a user has it learnt."""
     monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "cache"))
     sizes = {"vocab_size": 1003, "num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 64}
     sizes |= {"intermediate_size": 96, "max_position_embeddings": 160}
-    config = transformers.AutoConfig.for_model("olmo2", **sizes)
+    config = transformers.AutoConfig.for_model("olmo", **sizes)
     config.to_json_file(tmp_path / "config.json", use_diff=False)
     flags = {"model": str(tmp_path), "framework": "fsdp", "dp": "4", "mbs": "2", "seq": "77", "gbs": "16", **ADAPTERS}
     plan = resolve(read_plan(None, flags, traced=True).plan)
