@@ -163,13 +163,14 @@ def _base(base: Node, folder: Path) -> Found:
     own = plain(name)
     like = f", `memplan models {name}` those like it" if any(own in plain(one) for one in hub_ids()) else ""
     why = why_not(name)
-    alike = () if why else of_same_size(name) or of_size(name)
-    if 0 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike):
-        problem = f"is no built-in model; of that size {'are' if alike[1:] else 'is'} {', '.join(alike)}"
-        raise PlanError("model", name, problem, origin=base.origin)
+    alike = of_same_size(name) or of_size(name)
+    few = 0 < len(alike) <= MOST_ALIKE and not any(is_slip(name, one) for one in alike)
+    problem = f"of that size {'are' if alike[1:] else 'is'} {', '.join(alike)}" if few else ""
+    if few and not why:
+        raise PlanError("model", name, f"is no built-in model; {problem}", origin=base.origin)
     begun = tuple(one for one in hub_ids() if one.startswith(name.lower()))
     if why and not begun:
-        raise PlanError("model", name, why, origin=base.origin)
+        raise PlanError("model", name, f"{why}; built in {problem}" if few else why, origin=base.origin)
     if (same := _of_unsaid_size(name, base)) is not None:
         raise PlanError(
             "model", name, f"is not a built-in model; the built-in one of that size is {same}", origin=base.origin
