@@ -267,7 +267,12 @@ def test_errors_of_values_in_python_name_arguments(fields: dict[str, object], li
 
 
 def test_no_flags_in_errors_of_python() -> None:
-    for call in (lambda: memplan.estimate(), lambda: memplan.suggest({"model": "gpt2"}), lambda: memplan.estimate("x")):
+    for call in (
+        lambda: memplan.estimate(),
+        lambda: memplan.suggest({"model": "gpt2"}),
+        lambda: memplan.suggest({"model": "gpt2"}, gpus="auto"),
+        lambda: memplan.estimate("x"),
+    ):
         with pytest.raises(memplan.PlanError) as caught:
             call()
         assert "command line" not in str(caught.value)

@@ -241,12 +241,16 @@ def _hint(flag: str) -> str:
     return f"; did you mean {in_python(guess)}?" if guess is not None else ""
 
 
+_OF_SEARCH = ("objective", "top", "fix")
+"""Flags of a search that are arguments of ``suggest``, and no fields of a plan."""
+
+
 def in_python(text: str) -> str:
     """``text`` with the names of arguments where it has flags."""
 
     def named(match: re.Match[str]) -> str:
         name = match[1]
-        return name.replace("-", "_") if name in by_flag() else match[0]
+        return name.replace("-", "_") if name in by_flag() or name in _OF_SEARCH else match[0]
 
     return re.sub(r"--([a-z][a-z0-9-]*)", named, text)
 
