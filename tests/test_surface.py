@@ -267,11 +267,23 @@ def test_errors_of_values_in_python_name_arguments(fields: dict[str, object], li
 
 
 def test_no_flags_in_errors_of_python() -> None:
-    for call in (lambda: memplan.estimate(), lambda: memplan.suggest({"model": "gpt2"}), lambda: memplan.estimate("x")):
+    for call in (
+        lambda: memplan.estimate(),
+        lambda: memplan.suggest({"model": "gpt2"}),
+        lambda: memplan.suggest({"model": "gpt2"}, gpus="auto"),
+        lambda: memplan.estimate("x"),
+    ):
         with pytest.raises(memplan.PlanError) as caught:
             call()
         assert "command line" not in str(caught.value)
         assert "--" not in str(caught.value)
+
+
+def test_a_command_in_an_error_of_python_stays_one(tmp_path: Path) -> None:
+    written = tmp_path / "tune.yaml"
+    written.write_text("model: {_component_: torchtune.models.llama3_1.llama3_1_8b}\nbatch_size: 2\n")
+    with pytest.raises(memplan.PlanError, match=r"memplan estimate --model llama-3\.1-8b --mbs 2 .*--gpus N$"):
+        memplan.estimate(written)
 
 
 def test_wrong_kinds_of_values_in_python() -> None:

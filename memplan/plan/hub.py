@@ -14,8 +14,8 @@ from .spellings import meant
 from .text import is_folder, is_there, path_of, read_text
 
 _REPOSITORY = pattern(r"(?:[A-Za-z0-9][\w.-]{0,95}/)?[A-Za-z0-9][\w.-]{0,95}")
-_ENDING = pattern(r"(?i)[-_ ](?:hf|instruct|chat|it|base|thinking|qat)$")
-"""What tells models of the same shape apart."""
+_ENDING = pattern(r"(?i)(?:[-_ ](?:hf|instruct|chat|it|base|thinking|qat))+$")
+"""What tells models of the same shape apart; several of them, as in ``-it-qat`` and ``-chat-hf``."""
 _PACKED = pattern(r"(?i)-(?:unsloth-)?(?:bnb-4bit|(awq|gptq))(?:-int([48]))?$")
 """And what tells a checkpoint of quantised weights."""
 _FEWER_BITS = pattern(

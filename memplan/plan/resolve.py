@@ -91,7 +91,8 @@ def check_kernels(plan: ResolvedPlan) -> None:
             raise plan.wrong(f"kernels.{name}", f"must be {allowed} for family {own.name}: {why}")
     _check_delta(plan)
     if plan.kernels.mlp not in (None, "eager") and plan.model.experts:
-        raise plan.wrong("kernels.mlp", "must be eager with experts: Liger's (LigerExperts) are not modelled")
+        problem = "must be eager with experts (--mlp-kernel eager): Liger's (LigerExperts) are not modelled"
+        raise plan.wrong("kernels.mlp", problem)
     if plan.kernels.lora == "unsloth" and (plan.lora.rank is None or plan.quantisation.kind == "none"):
         raise plan.wrong(
             "kernels.lora", "must be eager without adapters on 4-bit weights, which Unsloth's functions are for"

@@ -159,7 +159,7 @@ def respelled(field: PlanField, node: Node) -> Node:
 
 def _left_open(field: PlanField) -> str:
     if field.path == "hardware.gpus":
-        return "must be a whole number; suggest-partition --objective gpus --gpus N finds the fewest of N that do"
+        return "must be a whole number, the most that there are: a search with --objective gpus finds the fewest"
     return "must be a whole number; suggest-partition finds what fits, where it is left out"
 
 

@@ -241,14 +241,21 @@ def _hint(flag: str) -> str:
     return f"; did you mean {in_python(guess)}?" if guess is not None else ""
 
 
+_OF_SEARCH = ("objective", "top", "fix")
+"""Flags of a search that are arguments of ``suggest``, and no fields of a plan."""
+_COMMAND = r"memplan [a-z-]+ (?:\S+\.json )?--(?:(?!, )[^`;()])*"
+"""A command for a shell: ``memplan estimate ds_config.json --model …``."""
+
+
 def in_python(text: str) -> str:
-    """``text`` with the names of arguments where it has flags."""
+    """``text`` with the names of arguments where it has flags, but for those of a whole command."""
 
     def named(match: re.Match[str]) -> str:
-        name = match[1]
-        return name.replace("-", "_") if name in by_flag() else match[0]
+        name = match["flag"]
+        known = name is not None and (name in by_flag() or name in _OF_SEARCH)
+        return name.replace("-", "_") if known else match[0]
 
-    return re.sub(r"--([a-z][a-z0-9-]*)", named, text)
+    return re.sub(rf"{_COMMAND}|--(?P<flag>[a-z][a-z0-9-]*)", named, text)
 
 
 def _text(value: object) -> str | tuple[str, ...]:

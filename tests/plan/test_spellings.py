@@ -179,6 +179,7 @@ def test_models(written: str, name: str) -> None:
         ("granite4:micro", "granite-4.0-micro", 3.4),
         ("qwen3:4b-instruct-2507", "qwen3-4b-2507", 4.02),
         ("qwen3-coder:30b", "qwen3-coder-30b-a3b", 30.5),
+        ("gemma3:27b-it-qat", "gemma-3-27b", 27.0),
     ],
 )
 def test_names_of_ollama_and_nicknames(written: str, name: str, billions: float) -> None:
