@@ -53,13 +53,13 @@ def estimates() -> Iterator[str]:
 
 def learned() -> Iterator[str]:
     """Models that ship as traces found them."""
-    for name in ("smollm3-3b", "olmo-2-7b"):
+    for name in ("phi-2", "olmo-7b"):
         yield f"--model {name} --gpu h100 --seq 2048"
         yield f"--model {name} --gpu h100 --seq 2048 --framework ddp --gpus 8 --recompute full"
         yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --gbs 32"
         yield f"--model {name} --gpu h100 --seq 2048 --framework fsdp --gpus 8 --fsdp-version 1"
         yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 2 --gpus 8"
-    for name in ("smollm3-3b", "phi-2"):
+    for name in ("phi-2", "smollm3-3b"):  # the latter has a recipe
         yield f"--model {name} --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full"
     yield (
         "--model smollm3-3b --gpu h100 --seq 2048 --framework deepspeed --zero 3 --gpus 8 --recompute full "
@@ -73,7 +73,7 @@ def learned() -> Iterator[str]:
     for framework in ("fsdp", "deepspeed --zero 2", "deepspeed --zero 3", "fsdp --fsdp-version 1"):
         yield f"--model gemma-2b --gpu h100 --lora-rank 16 --framework {framework} --gpus 4"
     yield "--model gemma-2b --gpu h100 --lora-rank 16 --quantisation gptq --dtype fp16"
-    for name, rank in (("olmo-2-7b", 4), ("stablelm-2-1.6b", 256), ("whisper-small", 32)):
+    for name, rank in (("olmo-7b", 4), ("stablelm-2-1.6b", 256), ("whisper-small", 32)):
         yield f"--model {name} --gpu h100 --lora-rank {rank} --lora-targets q_proj,v_proj --recompute full"
 
 
@@ -949,9 +949,9 @@ def searches() -> Iterator[str]:
         "--model llama-3-70b --seq 8192 --gpu h100-80gb --framework fsdp --gpus 4 --gbs 16",
         "--model mixtral-8x7b --layers 8 --seq 4096 --gpu h100-80gb --framework megatron --gpus 8 --gbs 16 --fix cp=1",
         "--model deepseek-v2-lite --layers 9 --seq 4096 --gpu h100-80gb --framework megatron --gpus 8 --gbs 32 --fix mbs=1",
-        "--model smollm3-3b --seq 2048 --gpu h100 --framework fsdp --gpus 8 --gbs 64",
-        "--model smollm3-3b --seq 2048 --gpu h100 --framework deepspeed --gpus 8 --gbs 64",
-        "--model olmo-2-7b --seq 2048 --gpu h100 --framework ddp --gpus 8 --gbs 64 --objective memory",
+        "--model phi-2 --seq 2048 --gpu h100 --framework fsdp --gpus 8 --gbs 64",
+        "--model phi-2 --seq 2048 --gpu h100 --framework deepspeed --gpus 8 --gbs 64",
+        "--model olmo-7b --seq 2048 --gpu h100 --framework ddp --gpus 8 --gbs 64 --objective memory",
     ):  # fmt: skip
         yield f"suggest-partition {flags}"
 
