@@ -294,6 +294,12 @@ def test_wrong_kinds_of_values_in_python() -> None:
             memplan.explain(message)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("fix", [3, [3], ["tp", None]])
+def test_what_is_kept_is_said_by_names(fix: object) -> None:
+    with pytest.raises(memplan.PlanError, match=r"argument: fix = (3|None): must be names of fields"):
+        memplan.suggest(model="gpt2", gpu="h100", gpus=2, gbs=8, fix=fix)  # type: ignore[arg-type]
+
+
 def test_names_of_other_tools_in_python() -> None:
     found = memplan.estimate({"model": "gpt2", "num_gpus": 2}, per_device_train_batch_size=2, framework="ddp")
     assert (found.plan.hardware.gpus, found.plan.batch.mbs) == (2, 2)

@@ -235,13 +235,22 @@ def suggest(
 
     with as_arguments():
         check_search(top, objective)
-        flags, fixes = without_open(flags_of(fields)), fixes_of([fix] if isinstance(fix, str) else tuple(fix))
+        flags, fixes = without_open(flags_of(fields)), fixes_of(_names(fix))
         read, known, problem = (
             read_any(plan, with_fixes(flags, fixes), traced=True),
             *measured_of(no_records=not records),
         )
         answer = answered(warned(read, problem), flags, fixes, objective, top, quiet=True, known=known)
     return shown(Suggestion(**{field.name: getattr(answer, field.name) for field in fields_of(answer)}), known)
+
+
+def _names(fix: object) -> tuple[str, ...]:
+    given = tuple(fix) if isinstance(fix, Iterable) and not isinstance(fix, str) else (fix,)
+    for one in given:
+        if not isinstance(one, str):
+            problem = "must be names of fields, with values or without: ['tp', 'mbs=2']"
+            raise PlanError("fix", str(one), problem, origin=Origin("argument"))
+    return tuple(map(str, given))
 
 
 def explain(message: str, plan: Given = None, /, *, records: bool = True, **fields: object) -> Explanation:

@@ -18,7 +18,7 @@ class FsdpSearch(FrameworkSearch):
         """Only torchtitan has more than data parallelism, and its adapters are modelled without (``titan_lora.check``).
         Bounds are of ``fully_shard``."""
         if plan.fsdp.version == "1":
-            raise plan.wrong("fsdp.version", "must be 2 in a search: only estimates model FSDP1")
+            raise plan.wrong("fsdp.version", "must be 2 in a search: only memplan estimate models FSDP1")
         if plan.fsdp.code != "torchtitan":
             return frozenset()
         titan, tied = titan_of(plan.model), plan.model.tied_embeddings
