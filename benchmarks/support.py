@@ -67,7 +67,7 @@ def families() -> Iterator[list[str]]:
         recipe = one.layer is not None
         yield [
             f"`{name}`",
-            mark(recipe),
+            mark(recipe) + ", not `ddp`" * (one.idle != ""),
             mark(recipe and one.shards),
             mark(recipe and not one.no_zero3 and one.submodules is not None),
             mark(one.megatron_core is not None),
