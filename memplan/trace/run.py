@@ -225,8 +225,6 @@ def _check_mask(plan: ResolvedPlan) -> None:
     """Masks that a trace hands to attention otherwise than transformers and PyTorch do on a GPU."""
     spec, seq = plan.model, plan.batch.seq
     must = f"must be below the sliding window of {spec.sliding_window} in a trace"
-    if spec.index_heads:
-        must = "is of layers with masks"
     if spec.kv_heads < spec.heads:
         raise plan.wrong("batch.seq", f"{must}: it repeats no heads of keys beside a mask, as a GPU does")
     if seq % WHOLE_ROWS:

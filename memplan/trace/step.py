@@ -84,11 +84,6 @@ def imported(job: Job) -> None:
             import_module("transformers.trainer")
 
 
-WITHOUT_GRAPH = ".indexer."
-"""In the names of parameters that transformers runs under ``no_grad`` (``DeepseekV32Indexer.forward``): no step makes
-states of them."""
-
-
 def groups(job: Job, model: Any, parameters: list[torch.nn.Parameter]) -> list[Any]:
     """``parameters`` as the optimizer takes them: those whose weights decay and the rest (``create_optimizer``)."""
     if job.trainer is None:
@@ -265,10 +260,8 @@ def _settle(job: Job, training: Training, follow: Follow) -> None:
 
     if job.fsdp is not None or job.ddp is not None or training.scaler is not None:
         training.replica.settle(iteration)
-    idle = {id(one) for name, one in training.replica.inner.named_parameters() if WITHOUT_GRAPH in name}
     for parameter in training.parameters:
-        if id(parameter) not in idle:
-            parameter.grad = torch.empty_like(parameter)
+        parameter.grad = torch.empty_like(parameter)
     update(job, training.optimizer, follow)
 
 

@@ -96,6 +96,7 @@ OWN = [
     Case("qwen3_next", 3, 37, "bf16", "flash", "full", eager=True),
     Case("qwen3_next-one-key", 1, 100, "bf16", "eager", "none", eager=True),
 ]
+CASES = [case for case in CASES if not family_of(MODELS[case.model][0]).no_autocast]
 CASES += [*CLASSIFIERS, *OWN, Case("gemma3_text-masked", 3, 37, "bf16", "flash", "none")]
 ONE_OF_EACH = {name for name, (family, _) in MODELS.items() if name == family}
 EACH_TIME = {

@@ -40,7 +40,6 @@ CASES = [
     for turn, (setting, flags) in enumerate(SETTINGS.items())
     if family in EVERYWHERE or turn in (at % 7, (at + 3) % 7)
     if flags["attention"] == "eager" or not family_of(family).no_flash
-    if not family_of(family).no_autocast
     if "recompute" not in flags or not family_of(family).returns_weights
 ]
 

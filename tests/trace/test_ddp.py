@@ -46,7 +46,6 @@ WITHOUT = {
     ("gemma2", "views"),
     ("falcon", "recomputed"),
     ("gptj", "recomputed"),
-    *(("deepseek_v32", setting) for setting in SETTINGS),
 }
 """What a plan refuses."""
 CASES_HERE = [

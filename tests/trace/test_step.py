@@ -54,7 +54,6 @@ FAMILIES = {
     "granitemoe": "granite-3.0-3b-a800m",
     "deepseek_v2": "deepseek-v2-lite",
     "deepseek_v3": "moonlight-16b",
-    "deepseek_v32": "deepseek-v3.2",
     "glm4_moe": "glm-4.5-air",
     "glm4_moe_lite": "glm-4.7-flash",
     "minimax_m2": "minimax-m2",
@@ -92,9 +91,6 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= {"experts": "4", "expert-top-k": "2", "expert-ffn": "48"}
     if family.startswith("deepseek") or family == "glm4_moe_lite":
         sizes |= LATENT
-    if family == "deepseek_v32":
-        sizes |= {"router-groups": "2", "router-group-top-k": "1", "index-heads": "3", "index-head-dim": "40"}
-        sizes |= {"index-top-k": "24"}
     if family in ("glm4_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
     if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0

@@ -28,7 +28,6 @@ CASES = [
     for turn, (setting, flags) in enumerate(SETTINGS.items())
     if family in ("llama", "gpt2", "bert") or turn == at % len(SETTINGS)
     if "recompute" not in flags or not family_of(family).returns_weights
-    if "autocast" not in flags or not family_of(family).no_autocast
 ]
 
 

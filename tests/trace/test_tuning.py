@@ -57,7 +57,6 @@ def cases(settings: dict[str, dict[str, str]]) -> list[Any]:
         if flags["attention"] == "eager" or not family_of(family).no_flash
         if "freeze-embedding" not in flags or not family_of(family).returns_weights
         if "recompute" not in flags or not family_of(family).returns_weights
-        if flags.get("framework") != "ddp" or not family_of(family).idle
     ]
 
 
