@@ -446,7 +446,7 @@ def _check(plan: ResolvedPlan) -> None:
         raise plan.wrong("code", "must be current: a trace runs the installed transformers")
     if plan.model.index_heads:
         raise plan.wrong(
-            "model.index_heads", "must be 0: a trace gives each parameter a gradient, an indexer's has none"
+            "model.index_heads", "must be 0: a trace gives every parameter a gradient, and an indexer has none"
         )
     if plan.recompute.mode == "selective":
         raise PlanError("recompute.mode", "selective", "must be none or full: transformers recomputes whole layers")
