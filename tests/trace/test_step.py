@@ -71,6 +71,8 @@ FAMILIES = {
 }
 DELTA = {"qwen3_next": "qwen3-next-80b-a3b", "qwen3_5": "qwen3.5-9b", "qwen3_5_moe": "qwen3.5-35b-a3b"}
 """Families with gated delta nets, which a trace runs by transformers' own operators alone, in 16 bits."""
+UNTRACED = {"deepseek_v32": "deepseek-v3.2"}
+"""Families that no trace is made of."""
 LAID_OUT = 2 * 64 * 32 * 2
 """Bytes of a copy of the rates' gradients, 2 x 64 tokens of 32 heads, which ``softplus_backward`` gives token by token
 on fake tensors and, like all operators of their kind, as they arrive elsewhere. There the convolution's weight has its
@@ -91,11 +93,14 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= {"experts": "4", "expert-top-k": "2", "expert-ffn": "48"}
     if family.startswith("deepseek") or family == "glm4_moe_lite":
         sizes |= LATENT
+    if family == "deepseek_v32":
+        sizes |= {"router-groups": "2", "router-group-top-k": "1", "index-heads": "3", "index-head-dim": "40"}
+        sizes |= {"index-top-k": "24"}
     if family in ("glm4_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
     if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0
         sizes |= {"embedding-dropout": "0.0"}
-    return {"model": (FAMILIES | DELTA)[family], **sizes}
+    return {"model": (FAMILIES | DELTA | UNTRACED)[family], **sizes}
 
 
 def targets_of(family: str) -> dict[str, str]:
