@@ -159,7 +159,7 @@ def test_parameters_are_those_of_its_code() -> None:
         ({"attention-gate": "false"}, "model.attention_gate = false: must be true in torchtitan's muse_glimmer"),
         (
             {"fsdp-code": "transformers", "loss": "plain"},
-            "model.family = muse_glimmer: cannot be trained in fsdp: torchtitan alone",
+            "model.family = muse_glimmer: cannot be trained in fsdp: only torchtitan",
         ),
     ],
 )

@@ -140,7 +140,7 @@ def test_adapters_in_fp16_run_over_a_checkpoint_in_fp16(tmp_path: Path) -> None:
     [
         ("llama-3.1-8b", "bf16, as the checkpoint was saved (model spec llama-3.1-8b)"),
         ("meta-llama/Llama-3.1-8B-Instruct", "bf16, as the checkpoint was saved (model spec llama-3.1-8b)"),
-        ("gpt2", "taken to be fp32; transformers 5 loads a checkpoint in the dtype that it was saved in"),
+        ("gpt2", "assumed to be fp32; transformers 5 loads a checkpoint in the dtype that it was saved in"),
     ],
 )
 def test_the_source_of_the_dtype_is_said(model: str, said: str, tmp_path: Path) -> None:
