@@ -47,11 +47,21 @@ def test_measured_steps(name: str, read: Callable[[Sequence[Any]], timing.Table]
 
 @needs_measured
 def test_full_fine_tuning_and_adapters() -> None:
-    full, adapters, experts = timing.finetuning(read_rows(MEASURED / "fms_a100_finetuning.jsonl"))
+    """All runs, and the plain ones of Mistral 7B: adapters under FSDP1 on two GPUs are too fast (docs/timing.md)."""
+    rows = read_rows(MEASURED / "fms_a100_finetuning.jsonl")
+    full, adapters, experts = timing.finetuning(rows)
     assert [len(full.rows), len(adapters.rows), len(experts.rows)] == [23, 86, 24]
     assert full.worst_error < 0.12
     assert adapters.worst_error < 0.15
     assert experts.worst_error < 0.17
+    plain, tuned = timing.finetuning(
+        [row for row in rows if row["framework_config"] == "none" and "Mistral" in row["model"]]
+    )
+    assert [len(plain.rows), len(tuned.rows)] == [4, 4]
+    assert plain.worst_error < 0.04
+    alone, sharded = ([one for one in tuned.rows if part in one.id] for part in ("gpus1", "gpus2"))
+    assert max(abs(one.error) for one in alone) < 0.01
+    assert all(-0.07 < one.error < 0 for one in sharded)
     assert adapters.median_error == pytest.approx(PUBLISHED_ERRORS[ADAPTERS]["a100-80gb"], abs=0.002)
 
 
@@ -108,7 +118,7 @@ def test_nvidias_published_throughput() -> None:
     assert every.rank_correlation > 0.98
     mixed = timing.Table("", "", tuple(one for name, one in timed.items() if "LLAMA" not in name))
     assert len(mixed.rows) == 30
-    assert mixed.median_error < 0.1
+    assert mixed.median_error == pytest.approx(0.092, abs=0.002)
     of_hybrids = [one.error for name, one in timed.items() if "Nemotron" in name]
     assert len(of_hybrids) == 6
     assert all(-0.25 < error < 0 for error in of_hybrids)
@@ -156,17 +166,17 @@ def test_the_published_errors_are_those_of_the_page() -> None:
 
 
 @needs_measured
-def test_the_page_has_the_medians_of_its_rows() -> None:
-    """Of FSDP's and of Megatron's, which are of other code."""
+def test_the_stated_errors_are_medians_of_these_rows() -> None:
+    """Of FSDP's and of Megatron's, which are of other code, of adapters, and of experts and hybrids."""
     tables = [*map(timing.published, timing.PAPERS), timing.trials()]
-    tables += [timing.bigscience(read_rows(MEASURED / "bigscience_a100.jsonl"))]
-    tables += timing.foundry(read_rows(MEASURED / "llm_foundry_throughput.jsonl"))
-    tables += timing.finetuning(read_rows(MEASURED / "fms_a100_finetuning.jsonl"))
-    found = {(one.name, one.gpu): one.median_error for one in timing.by_kind(tables)}
-    found = {key: error for key, error in found.items() if key[0] != EXPERTS}
-    stated = {key: PUBLISHED_ERRORS[key[0]][key[1]] for key in found}
-    assert found == pytest.approx(stated, abs=0.0006)
-    assert len(found) == 6
+    for name, read in timing.READERS.items():
+        found = read(read_rows(MEASURED / name))
+        tables += found if isinstance(found, list) else [found]
+    medians = {(one.name, one.gpu): one.median_error for one in timing.by_kind(tables)}
+    assert medians.pop((EXPERTS, "all")) == pytest.approx(ERROR_OF_EXPERTS, abs=0.0006)
+    stated = {key: PUBLISHED_ERRORS[key[0]][key[1]] for key in medians}
+    assert medians == pytest.approx(stated, abs=0.0006)
+    assert len(medians) == 10
 
 
 @needs_measured

@@ -105,17 +105,18 @@ SMALL = {"model": "llama-3.2-1b", "layers": "4", "gpu": "h100", "seq": "1024"}
 def test_parameters_stay_gathered_where_gathering_takes_long() -> None:
     """Over 10 GB/s a layer takes longer to gather than to compute. Four layers of 60.8 million parameters are gathered
     twice and scattered once, embedding and head, which share 263 million, once each: kept until backward, 2 x 243 +
-    2 x 263 million are sent in place of 3 x 243 + 2 x 263, at most 24 % less time, and less of that where the last
-    layer is gathered beside the head's backward. A plan that keeps them begins the same search, and one that fixes it
-    keeps it."""
+    2 x 263 million are sent in place of 3 x 243 + 2 x 263, at most 24 % less time. All GPUs are kept to one group of
+    shards: two, which gather inside a node, are as fast. A plan that keeps parameters begins the same search, and one
+    that fixes it keeps it."""
     job = {**SMALL, "framework": "fsdp", "gpus": "16", "network": "10", "gbs": "16"}
-    best = suggest(read_plan(None, job).plan, {}, top=1).best[0]
+    one = {"fsdp.replicas": 1}
+    best = suggest(read_plan(None, job).plan, one, top=1).best[0]
     assert not best.plan.fsdp.reshard_after_forward
     again = changed(best.plan, {"fsdp.reshard_after_forward": True})
-    assert 1.02 < measured(again).seconds / best.seconds < 1.24
+    assert 1.1 < measured(again).seconds / best.seconds < 1.24
     assert estimate(best.plan).peak == best.device
     kept = read_plan(None, {**job, "reshard-after-forward": "false"}).plan
-    assert suggest(kept, {}, top=1).best[0].plan == best.plan
+    assert suggest(kept, one, top=1).best[0].plan == best.plan
     fixed = suggest(read_plan(None, job).plan, {"fsdp.reshard_after_forward": True}, top=1).best[0]
     assert fixed.plan.fsdp.reshard_after_forward
 
