@@ -48,7 +48,8 @@ def test_one_gpu_was_compared_where_several_were_not() -> None:
 def test_layers_that_megatron_divides_have_errors_of_their_own() -> None:
     """On H100 those of FSDP's steps, which are a quarter of it, stood there; in 8 bits others were compared."""
     divided, low = PUBLISHED_ERRORS[DIVIDED], PUBLISHED_ERRORS[DIVIDED_LOW]
-    assert of("h100-80gb", framework="megatron", tp=2) == divided["h100-80gb"] > 3 * of("h100-80gb")
+    assert of("h100-80gb", framework="megatron", tp=2) == divided["h100-80gb"]
+    assert divided["h100-80gb"] == pytest.approx(3.8 * of("h100-80gb"), rel=0.01)
     assert of("h100-80gb", framework="megatron", fp8="tensorwise") == low["h100-80gb"] < divided["h100-80gb"]
     assert of("h200", framework="megatron") == of("gb200", framework="megatron") == max(divided.values())
 
