@@ -199,8 +199,8 @@ def test_a_pair_is_two_sequences() -> None:
 
 
 def test_the_last_bucket_of_ddp_is_not_hidden() -> None:
-    """A bucket of 25 MiB is the default: the last one ends sooner than one of 100 MiB, and there are more latencies. One
-    that holds all gradients is summed when backward has ended."""
+    """A bucket of 25 MiB is the default: the last one ends sooner than one of 100 MiB, and there are more latencies.
+    One that holds all gradients is summed when backward has ended."""
     caps = (25, 100, 1_000, 10_000, 20_000)
     exposed = [step_time(plan(**EVERY_FRAMEWORK["ddp"], bucket_cap_mb=cap)).data_parallel for cap in caps]
     assert exposed[0] == step_time(plan(**EVERY_FRAMEWORK["ddp"])).data_parallel
