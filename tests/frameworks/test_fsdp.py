@@ -460,10 +460,14 @@ def test_a_head_that_nobody_gathers() -> None:
 
 @pytest.mark.parametrize("torch", ["2.1", "2.3.1"])
 def test_fully_shard_is_in_pytorch_from_2_4_on(torch: str) -> None:
-    """``torch.distributed._composable.fsdp.fully_shard`` came with PyTorch 2.4: before, memory of FSDP2 would stand
-    beside times of FSDP1."""
+    """``torch.distributed._composable.fsdp.fully_shard`` came with PyTorch 2.4: before, FSDP1 runs, and says so. Who
+    asks for FSDP2, or for dtypes that it has alone, is refused."""
     flags = {"model": "llama-3.2-1b", "framework": "fsdp", "gpus": "4", "torch": torch}
-    with pytest.raises(PlanError, match=rf"torch = {torch}: must be 2.4 or later, which has fully_shard"):
-        estimate(read_plan(None, flags).plan)
-    for runs in ({"fsdp-version": "1"}, {"torch": "2.4"}):
-        estimate(read_plan(None, {**flags, **runs}).plan)
+    for asked in ({"fsdp-version": "2"}, {"fsdp-reduce": "fp32"}):
+        with pytest.raises(PlanError, match=rf"torch = {torch}: must be 2.4 or later, which has fully_shard"):
+            estimate(read_plan(None, {**flags, **asked}).plan)
+    alone = estimate(read_plan(None, flags).plan)
+    assert alone.peak == estimate(read_plan(None, {**flags, "fsdp-version": "1"}).plan).peak
+    assert any("so that FSDP1 runs" in one for one in alone.assumptions)
+    later = estimate(read_plan(None, {**flags, "torch": "2.4"}).plan)
+    assert not any("so that FSDP1 runs" in one for one in later.assumptions)

@@ -119,13 +119,18 @@ class Fsdp(Framework):
     def default_sections(self, plan: Plan, hardware: Hardware, layout: Layout) -> dict[str, object]:
         """FSDP1's dtypes are those of Accelerate, which alone reshards FSDP2's root, until its units are others
         (``ENDS_APART``; compiled graphs are learnt of a root that has all, as their assumptions say). torchtitan keeps
-        parameters gathered between the micro-batches of a pipeline (``pp_enabled`` in ``apply_fsdp``)."""
-        if plan.fsdp.version == "1":
-            given, precision = plan.fsdp.model_fields_set, plan.precision
+        parameters gathered between the micro-batches of a pipeline (``pp_enabled`` in ``apply_fsdp``). A
+        PyTorch without ``fully_shard`` runs FSDP1 where nobody says a version, or dtypes that only FSDP2 has here."""
+        from .units import lacks_fully_shard
+
+        given = plan.fsdp.model_fields_set
+        unsaid = self.runs_transformers(plan) and not given & {"version", "parameters", "reduce"}
+        if plan.fsdp.version == "1" or (unsaid and lacks_fully_shard(plan)):
+            precision = plan.precision
             dtypes = {"parameters": "fp32" if precision.autocast else precision.dtype, "reduce": precision.dtype}
             update = {name: dtype for name, dtype in dtypes.items() if name not in given}
-            return {"fsdp": plan.fsdp.model_copy(update=update)}
-        given, changed = plan.fsdp.model_fields_set, dict[str, object]()
+            return {"fsdp": plan.fsdp.model_copy(update={**update, "version": "1"})}
+        changed = dict[str, object]()
         if plan.lora.rank is not None and "parameters" not in given and self.runs_transformers(plan):
             changed["parameters"] = plan.precision.dtype
         later = release(plan, "accelerate") >= ENDS_APART

@@ -16,6 +16,7 @@ from ..plain.preferences import has_model
 from . import titan_low
 from .flat import on_meta
 from .titan import ROWS, newest, titan_of_plan
+from .units import lacks_fully_shard
 
 GIB = 2**30
 
@@ -131,6 +132,7 @@ PIECES = (
     "has most of them on its GPU"
 )
 
+WITHOUT_FULLY_SHARD = "PyTorch before 2.4 has no fully_shard (FSDP2), so that FSDP1 runs"
 
 RUNS_AHEAD = (
     "weights are loaded by rank 0 alone (cpu_ram_efficient_loading); the other ranks have them on the meta device"
@@ -160,6 +162,7 @@ def of_adapters(plan: ResolvedPlan) -> Iterator[str]:
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.fsdp.version == "1":
         pieces = (PIECES,) if plan.optimizer.of_bitsandbytes else ()
+        pieces += (WITHOUT_FULLY_SHARD,) if lacks_fully_shard(plan) else ()
         return (*FSDP_1, *pieces, *((RUNS_AHEAD,) if on_meta(plan) else ()), *plain(plan))
     result = [*FSDP, *of_adapters(plan)]
     if plan.fsdp.offload:

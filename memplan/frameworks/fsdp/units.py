@@ -15,7 +15,7 @@ from itertools import compress
 from ...layers.autograd import ITEMSIZE
 from ...layers.module import Parameter
 from ...optimizers.base import State, full, optimizer_states, step_temporaries
-from ...plan.plan import Optimizer, ResolvedPlan
+from ...plan.plan import Optimizer, Plan
 from ...plan.releases import Version, parsed
 from ...tape.events import Category, Stretch, rounded
 from ...tape.program import drop_all
@@ -26,8 +26,8 @@ FULLY_SHARD: Version = (2, 4)
 """PyTorch that has ``fully_shard`` with a tensor for each parameter."""
 
 
-def lacks_fully_shard(plan: ResolvedPlan) -> bool:
-    """A resolved plan's PyTorch has ``FullyShardedDataParallel`` alone."""
+def lacks_fully_shard(plan: Plan) -> bool:
+    """The plan's PyTorch has ``FullyShardedDataParallel`` alone."""
     return plan.torch is not None and parsed(plan.torch) < FULLY_SHARD
 
 

@@ -64,8 +64,8 @@ from .notices import LARGE_MASK, unread_mask
 def module_sets(plan: ResolvedPlan) -> Iterator[tuple[str, ...]]:
     """Modules whose recompute is worth trying. With experts or latent attention: activations of experts, which
     are large and cheap, where they are in one grouped product; norms and what leads up from lower ranks; and experts
-    as a whole. Of layers that are all alike the MLP, beside scores where they are stored: flash attention's need no
-    recompute. None of others: what Megatron recomputes by itself."""
+    as a whole. Where all layers are alike: the MLP, and with eager attention its scores, which flash attention does
+    not store. Where layers are of several kinds none is named, and Megatron recomputes its own choice."""
     spec = plan.model
     cheap = ("layernorm", *(("mla_up_proj",) if spec.latent_kv_rank else ()))
     cheap += ("gdn_norm_out",) if spec.linear_interval else ()

@@ -197,7 +197,17 @@ def test_flat_parameters_are_gathered_in_place_and_their_gradients_divided() -> 
     """FSDP1, as above: nothing is copied that was gathered. Gradients are read and written in 16 bits where they come
     together, cast to fp32, and read and written when they are divided: 4 + 6 + 8 bytes. Behind the gradients a layer
     is gathered alone: 8 ranks take 7 / 8 of its bytes through links, which ``pre`` hides but for its channels."""
-    job = plan(model="llama-3-8b", framework="fsdp", gpu="h100-80gb", gpus=8, mbs=1, gbs=16, seq=4096, torch="2.1")
+    job = plan(
+        model="llama-3-8b",
+        framework="fsdp",
+        gpu="h100-80gb",
+        gpus=8,
+        mbs=1,
+        gbs=16,
+        seq=4096,
+        torch="2.1",
+        fsdp_reduce="fp32",
+    )
     rates = replace(rates_of(job), link=float("inf"), collective=0.0, hop=0.0)
     shape, times = shape_of(job), entry_times(job)
     (work,) = work_of(job)
