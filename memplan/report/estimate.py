@@ -4,7 +4,7 @@ then what PyTorch cannot see), what was assumed, and, where a request fails, wha
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 from rich.console import Console, Group, RenderableType
@@ -311,7 +311,7 @@ def estimate_report(
     for table in tables:
         yield table
         yield Text()
-    yield Text(_caption(estimate, {str(column.header) for column in tables[-1].columns}), FAINT)
+    yield Text(_caption(estimate), FAINT)
     yield from spaced(stage_breakdown(estimate, worst, console))
     if lines:
         yield from spaced(*drawn_lines(estimate, lines, console))
@@ -328,7 +328,7 @@ def estimate_report(
         yield from ways_table(estimate, unit_of(estimate))
 
 
-def _caption(estimate: Estimate, columns: Container[str]) -> str:
+def _caption(estimate: Estimate) -> str:
     meaning = {
         "device": "reserved, CUDA context and NCCL together, as nvidia-smi shows it",
         "reserved": "segments that PyTorch's allocator took",
@@ -339,7 +339,7 @@ def _caption(estimate: Estimate, columns: Container[str]) -> str:
     reading = reading_of(worst)
     told = [
         f"{MEANING[unit_of(estimate).name]} of the most loaded rank in steady state",
-        *(["static: held between iterations"] if "static" in columns else []),
+        "static: held between iterations",
         f"{reading}: {meaning[reading]}",
     ]
     return "; ".join(filter(None, [*told, free_words(estimate)])) + "."

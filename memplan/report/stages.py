@@ -194,6 +194,7 @@ class Shape:
     """Each row on one line; else ranges and peaks take two, and modules as many as they need."""
     ranks: bool = True
     static: bool = True
+    """Static bytes have a column of their own; else they stand under the parameters."""
     longest: int | None = None
     """Columns after which lists of modules and peaks wrap; ``None``: where the console ends."""
     bar: int = 0
@@ -270,8 +271,7 @@ def _table(estimate: Estimate, rows: tuple[Row, ...], shape: Shape) -> Table:
         right(stage_word(estimate.plan)),
         *([left("ranks")] if shape.ranks else []),
         folded("modules", max_width=shape.longest),
-        right("params"),
-        *([right("static")] if shape.static else []),
+        *([right("params"), right("static")] if shape.static else [right("params\nstatic")]),
         right(f"{peak_reading(estimate)}\npeak"),
         *([right("free")] if estimate.capacity is not None else []),
         folded("at the peak", max_width=shape.longest),
@@ -281,7 +281,6 @@ def _table(estimate: Estimate, rows: tuple[Row, ...], shape: Shape) -> Table:
         cells: list[RenderableType] = [row.stages, row.ranks] if shape.ranks else [row.stages]
         cells += [
             Breakable(row.modules(", " if shape.one_line else ",\n")),
-            elements(row.worst.parameters),
             *_sizes(row, estimate, shape),
             _peak(row, shape),
         ]
@@ -292,7 +291,7 @@ def _table(estimate: Estimate, rows: tuple[Row, ...], shape: Shape) -> Table:
 
 
 def _sizes(row: Row, estimate: Estimate, shape: Shape) -> list[Text]:
-    """Static, peak and free of a row."""
+    """Parameters, static, peak and free of a row."""
     unit = unit_of(estimate)
 
     def cell(figures: tuple[str, ...], style: str = "") -> Text:
@@ -308,7 +307,8 @@ def _sizes(row: Row, estimate: Estimate, shape: Shape) -> list[Text]:
         return free_on(estimate, stage)
 
     over = f"bold {BAD}" if row.is_over else ""
-    cells = [cell(row.figures(static, unit))] if shape.static else []
+    held = [Text(elements(row.worst.parameters)), cell(row.figures(static, unit))]
+    cells = held if shape.static else [Text("\n").join(held)]
     cells.append(cell(row.figures(headline, unit), over or "bold"))
     return cells if estimate.capacity is None else [*cells, cell(row.figures(free, unit), over)]
 

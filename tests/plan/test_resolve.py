@@ -209,8 +209,9 @@ def test_examples_resolve(name: str) -> None:
 @pytest.mark.parametrize("name", model_specs())
 def test_every_model_resolves(name: str) -> None:
     spec = load_spec(name)
-    has_experts = {"framework": "megatron"} if spec.experts or spec.layer_pattern or spec.layer_blocks else {}
-    plan = resolved(model=name, **has_experts)
+    of_megatron = (spec.experts or spec.layer_pattern or spec.layer_blocks) and not spec.index_heads
+    framework = {"framework": "megatron"} if of_megatron else {"framework": "fsdp"} if spec.index_heads else {}
+    plan = resolved(model=name, **framework)
     assert plan.batch.seq == min(plan.model.positions_max, 4096)
 
 

@@ -161,9 +161,12 @@ def of_adapters(plan: ResolvedPlan) -> Iterator[str]:
 
 def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     if plan.fsdp.version == "1":
-        pieces = (PIECES,) if plan.optimizer.of_bitsandbytes else ()
-        pieces += (WITHOUT_FULLY_SHARD,) if lacks_fully_shard(plan) else ()
-        return (*FSDP_1, *pieces, *((RUNS_AHEAD,) if on_meta(plan) else ()), *plain(plan))
+        told = {
+            PIECES: plan.optimizer.of_bitsandbytes,
+            WITHOUT_FULLY_SHARD: lacks_fully_shard(plan),
+            RUNS_AHEAD: on_meta(plan),
+        }
+        return (*FSDP_1, *(text for text, holds in told.items() if holds), *plain(plan))
     result = [*FSDP, *of_adapters(plan)]
     if plan.fsdp.offload:
         result.append(
