@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ...plan.plan import ResolvedPlan
 from ...search.time.shape import ITEMSIZE
-from ...search.time.updates import HOST_ADAM, NVME, Exchange, Replicas, beside, node_gpus, sharded
+from ...search.time.sharding import sharded
+from ...search.time.updates import HOST_ADAM, NVME, Exchange, Replicas, beside, node_gpus
 from ..plain.timing import PlainTime
 
 

@@ -7,7 +7,8 @@ from ...layers.module import Options, joined
 from ...plan.plan import ResolvedPlan
 from ...search.time.host import Host
 from ...search.time.shape import ITEMSIZE, Entries, StageWork, Work, counted
-from ...search.time.updates import HOST_ADAM_TORCH, Ends, Exchange, Replicas, node_gpus, sharded
+from ...search.time.sharding import Ends, sharded
+from ...search.time.updates import HOST_ADAM_TORCH, Exchange, Replicas, node_gpus
 from ..plain.timing import PlainTime, last_of_each, of_kinds, work_of_layers
 from .flat import of_one_device
 from .stages import partition

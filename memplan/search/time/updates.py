@@ -5,7 +5,6 @@ Communication that a framework runs beside backward or forward counts only as fa
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import ceil, inf
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from .collectives import Group, Kind, collective, group
 from .kernels import overlapped, streamed
 from .layer import EntryTimes, LayerTimes
 from .rates import Rates
-from .shape import ITEMSIZE, Elements, Shape, StageWork, elements, of_each
+from .shape import ITEMSIZE, Shape, StageWork, elements
 
 if TYPE_CHECKING:
     from .framework import FrameworkTime
@@ -150,114 +149,6 @@ def beside(rates: Rates, communication: float, work: float, tail: float) -> floa
     """What communication adds to ``work`` that it runs beside, but for its last part, ``tail`` of it."""
     last = communication * min(1.0, tail)
     return last + overlapped(rates, communication - last, work)
-
-
-class Ends(NamedTuple):
-    """Units of FSDP around the layers. One, the root's, has embedding, norm and head, and is gathered before the
-    layers, unless those ``behind`` them are apart."""
-
-    behind: int = 0
-    """Parameters of a unit with norm and head."""
-    again: bool = False
-    """Whether backward gathers again the unit with the head. Nothing runs beside: the gather waits until its forward,
-    behind which parameters were freed, has ended (``FSDPParamGroup.unshard``, ``_reshard_after_forward_event``)."""
-
-
-def sharded(
-    replicas: Replicas,
-    rank: Exchange,
-    groups: int = 1,
-    *,
-    regathers: bool = True,
-    reduces_once: bool = False,
-    flat: bool = False,
-    ahead: bool = True,
-    ends: Ends | None = None,
-) -> float:
-    """FSDP and ZeRO-3: each layer is gathered while the one before it runs, and its gradients are scattered while the
-    next backward runs. What is longer than a layer's pass is exposed, and so are the first gather and last scatter;
-    nothing hides the copies of what was gathered into parameters, and of gradients into what is scattered
-    (``_fsdp_collectives.py``, ``foreach_all_gather_copy_out`` and ``foreach_reduce_scatter_copy_in``; DeepSpeed's
-    ``AllGatherCoalescedHandle.wait`` and ``__add_grad_to_ipg_bucket``).
-
-    Gradients are summed across ``groups`` of shards, for the last micro-batch alone if it ``reduces_once``; backward of
-    each ``regathers`` a layer, not ``ahead`` of its turn where nothing asks for it before: then nothing runs beside.
-
-    Parameters of FSDP1 are views of a ``flat`` one, which is gathered in place. Their gradients come together as one
-    (``SplitWithSizesBackward``), which is cast if it is reduced in another dtype, and divided before it is reduced
-    (``_runtime_utils.py``, ``_reduce_grad``).
-
-    With ``ends`` the units are FSDP's: no layer runs before the first layer's gather, nor behind its scatter, so that
-    both are exposed, too; the last layer is gathered again while the head's backward runs. Without, parameters come
-    module by module (DeepSpeed's ``fetch_sub_module``), or a pipeline's stage gathers its own once."""
-    plan, rates, shape = replicas.plan, replicas.rates, replicas.shape
-    owners, trained = replicas.own.owners(replicas), rank.trained / rank.held
-    shards = group(owners, plan.layout.tp, rates.node)
-    same = group(replicas.own.expert_owners(replicas), shape.ranks.ep * shape.ranks.etp, rates.node)
-    element, gradient = shape.element, replicas.gradient
-    copied = 0 if flat else 2 * element
-    brought = element + gradient
-    if flat:
-        brought = 2 * element + 2 * gradient + (element + gradient if gradient != element else 0)
-
-    def gathered(count: float, across: Group = shards) -> float:
-        return collective(rates, "all-gather", count * element, across)
-
-    def scattered(count: float, across: Group = shards) -> float:
-        size = count * trained * gradient
-        between = group(groups, plan.layout.tp * owners, rates.node)
-        return collective(rates, "reduce-scatter", size, across) + collective(
-            rates, "all-reduce", size / across.ranks, between
-        )
-
-    def of_layer(of: Callable[[float, Group], float], size: Elements) -> float:
-        """Of a layer's own parameters, and of its experts', which fewer ranks share."""
-        if shape.ranks.ep == 1:
-            return of(size.held, shards)
-        return of(size.held - size.experts, shards) + of(size.experts, same)
-
-    def unflattened(count: float) -> float:
-        return streamed(rates, count * copied)
-
-    def flattened(count: float) -> float:
-        return streamed(rates, count * trained * brought)
-
-    def in_backward(gather: float, scatter: float, took: float) -> float:
-        """Exposed seconds of one gather and one scatter while something ``took`` so long."""
-        aside = overlapped(rates, (gather if ahead else 0.0) + scatter, took)
-        return aside if ahead else aside + gather
-
-    sizes = [one for chunk in rank.work for one, _ in zip(of_each(shape.entries), chunk.counts, strict=False)]
-    layers = [(size, *kind) for size, kind in zip(sizes, rank.kinds, strict=True) if kind[1]]
-    around = max(0.0, rank.held - sum(float(count * size.held) for size, _, count, _ in layers))
-    apart = float(ends.behind) if ends else 0.0
-
-    def exposed(reduces: bool) -> float:
-        """Of one micro-batch, which ``reduces`` its gradients or leaves that to a later one."""
-        total, first = gathered(around - apart) + unflattened(around), None
-        total += scattered(around - apart) + flattened(around) if reduces else 0.0
-        for size, times, count, recomputed in layers:
-            gather, scatter = of_layer(gathered, size), of_layer(scattered, size) if reduces else 0.0
-            took, again = times.backward + times.recompute * recomputed / count, gather if regathers else 0.0
-            total += count * (overlapped(rates, gather, times.forward) + in_backward(again, scatter, took))
-            total += count * (unflattened(size.held) * (1 + regathers) + (flattened(size.held) if reduces else 0.0))
-            first = first or (gather, again, scatter, times.forward, took)
-        if not (ends and first):
-            return total
-        gather, again, scatter, passed, took = first
-        reduced = scattered(apart) if reduces else 0.0
-        total += gather - overlapped(rates, gather, passed) + overlapped(rates, gathered(apart), passed)
-        total += scatter + in_backward(again, reduced, rank.times.head.backward) - in_backward(again, scatter, took)
-        if apart and regathers:
-            total += overlapped(rates, gathered(around - apart), took) + unflattened(around - apart)
-        if ends.again:
-            total += gathered(apart or around) + unflattened(apart or around)
-        return total
-
-    whole = exposed(True)
-    if plan.layout.pp > 1:
-        return whole
-    return whole + (rank.microbatches - 1) * (exposed(False) if reduces_once else whole)
 
 
 def _tied(replicas: Replicas, work: tuple[StageWork, ...]) -> float:

@@ -13,7 +13,8 @@ from memplan.search.time.collectives import Group, collective, group, send
 from memplan.search.time.kernels import PERSISTENT, Ranks, exchanged, overlapped
 from memplan.search.time.layer import NO_TIME
 from memplan.search.time.shape import elements
-from memplan.search.time.updates import Exchange, sharded
+from memplan.search.time.sharding import sharded
+from memplan.search.time.updates import Exchange
 
 from .plans import plan
 
