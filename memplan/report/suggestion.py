@@ -194,13 +194,13 @@ def _offers(offers: Sequence[Offer]) -> Iterator[RenderableType]:
         return
     unit, time = units(bests, bests[0])
     table = plain_table(
-        left("framework"), folded("its best layout"), *map(right, (f"step {time.name}", f"peak {unit.name}")), left()
+        left("framework"), folded("its best layout"), *map(right, (f"step {time.name}", f"peak {unit.name}")), folded()
     )
     for offer, best in found:
         other = f"{best.plan.precision.dtype} parameters only, none in fp32"
         caution = [*retry_marks(best), *([] if offer.keeps_fp32 else [Text(other, CAUTION)])]
         marks = Text(", ").join(caution) if offer.best is not None else Text(_too_little(best), BAD)
-        layout = DOT.join(layout_pieces(best))
+        layout = Pieces(layout_pieces(best))
         table.add_row(offer.framework, layout, time.figure(best.seconds), unit.figure(best.needs), marks)
     yield from titled("In each framework", table)
 

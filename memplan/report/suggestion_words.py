@@ -107,11 +107,12 @@ def _differences(other: Suggestion, than: Suggestion) -> Iterator[str]:
         yield f"mbs {mine.mbs}"
     if recompute_words(mine.recompute) != recompute_words(theirs.recompute):
         yield recompute_words(mine.recompute, mine.vpp)
-    for extra in mine.extras:
-        if extra not in theirs.extras:
-            yield extra.label
+    new = [extra for extra in mine.extras if extra not in theirs.extras]
+    yield from (extra.label for extra in new)
+    replaced = {path for extra in new for path, _ in extra.fields}
     for extra in theirs.extras:
-        if extra not in mine.extras and not _has(other.plan, extra.fields):
+        kept = extra in mine.extras or _has(other.plan, extra.fields)
+        if not kept and replaced.isdisjoint(path for path, _ in extra.fields):
             yield extra.lacking or f"without {extra.label}"
     same_stages = (mine.pp, mine.vpp) == (theirs.pp, theirs.vpp) and other.cut and than.cut
     if same_stages and cut_words(other.cut) != cut_words(than.cut):

@@ -15,6 +15,7 @@ from memplan.plan.errors import PlanError
 from memplan.plan.library import model_specs
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.report.suggestion_words import difference_pieces
 from memplan.result import Judged, Verdict
 from memplan.search.answer import Sought, suggest
 from memplan.search.changes import measured
@@ -96,6 +97,8 @@ def test_of_layouts_as_fast_that_offload_the_roomiest_is_recommended() -> None:
     assert [extra.label for extra in fastest.point.extras] == ["optimizer and parameters on the CPU"]
     assert fastest.seconds < best.seconds <= fastest.seconds * (1 + found.within)
     assert estimate(best.plan).peak < estimate(fastest.plan).peak
+    assert difference_pieces(fastest, best) == ["mbs 2", "optimizer and parameters on the CPU"]
+    assert difference_pieces(best, fastest) == ["mbs 1", "optimizer on the CPU"]
     check_most_room(found)
 
 
