@@ -8,6 +8,7 @@ from ..values import NamedTuple, pattern
 from .environment import READ, is_followed, is_irrelevant
 from .errors import Guesses, Node, nearest, one_line, shown
 from .plan import DEFAULT_SEQ, Plan
+from .releases import beyond_known
 
 MOST_OF_A_CODE = 50
 """Notes of one kind that are told one by one."""
@@ -16,7 +17,7 @@ FRAMEWORK_CHOSEN = "framework-chosen"
 """Code of the note on a plan that names no framework."""
 SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED = "seq-default", "seq-beyond", "vocab-size-unused"
 RELEASES_PINNED, RELEASE_ASSUMED, TEXT_PART = "releases-pinned", "release-assumed", "text-part"
-PASSED_OVER = "model-passed-over"
+PASSED_OVER, TORCH_BEYOND = "model-passed-over", "torch-beyond"
 FIRST = (
     PASSED_OVER,
     TEXT_PART,
@@ -26,6 +27,7 @@ FIRST = (
     VOCAB_UNUSED,
     RELEASES_PINNED,
     RELEASE_ASSUMED,
+    TORCH_BEYOND,
 )
 """Codes of notes that decide the answer and may surprise: reports begin with them."""
 
@@ -44,7 +46,9 @@ def says_choice(code: str) -> bool:
 
 def notes_of(plan: Plan) -> tuple[Note, ...]:
     """Notes on ``plan`` as it was read, before defaults are filled in."""
-    return limited([*_environment(plan), *_sequence(plan)])
+    beyond = beyond_known(plan.torch)
+    of_torch = () if beyond is None else (Note(TORCH_BEYOND, one_line(beyond)),)
+    return limited([*of_torch, *_environment(plan), *_sequence(plan)])
 
 
 def passed_over(model: Node | None, by: object) -> tuple[Note, ...]:
