@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from .device.measured import takes_oldest, torch_version
+from .device.measured import takes_oldest
 from .families import family
 from .frameworks import framework
 from .layers.whole_logits import GROUPS, OF_PAIRS, POLICY_ALONE, form
 from .plan.lora import adapter_parameters, left_out, saved, saved_parameters
 from .plan.plan import ResolvedPlan
-from .plan.releases import LIBRARIES, TRL_NEWEST, TRL_TILES, prefers_cudnn, release, shown, unmasked_scores
+from .plan.releases import (
+    TRL_NEWEST,
+    TRL_TILES,
+    beyond_known,
+    prefers_cudnn,
+    release,
+    shown,
+    unmasked_scores,
+)
 from .plan.traced_spec import TracedSpec
 from .plan.tuning_checks import is_tuned
 
@@ -76,11 +84,8 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     """What the estimate takes for granted."""
     ties = BLOCKS_OF_ONE_SIZE[takes_oldest(plan)]
     result = [*COMMON, ties, f"{EVALUATION}; {framework(plan.framework).saving(plan)}"]
-    newest = LIBRARIES["torch"].newest
-    if torch_version(plan) > newest:
-        result.append(
-            f"torch {plan.torch} is assumed to behave like {shown(newest)}, the newest release that memplan knows"
-        )
+    if (beyond := beyond_known(plan.torch)) is not None:
+        result.append(beyond)
     if isinstance(plan.model, TracedSpec):
         traces = framework(plan.framework).running.learnt_assumptions(plan)
         return (*result, *traces, *PLAIN[1:], *framework(plan.framework).optimizer_assumptions(plan))

@@ -9,6 +9,7 @@ from ..plan.errors import Node, one_line, shown
 from ..plan.hub import twin
 from ..plan.read import SAVED
 from ..values import NamedTuple
+from .omegaconf import for_shell
 
 
 class Elsewhere(NamedTuple):
@@ -52,7 +53,7 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
             return f"{before}: {why}"
         if (node := _at(written, key)) is not None and re.match(begins, str(node.value)):
             return f"{before}; {why}, which is not modelled either"
-    given = {flag: node for key, flag in tool.flags if (node := _at(written, key)) is not None}
+    given = {flag: _for_shell(written, node) for key, flag in tool.flags if (node := _at(written, key)) is not None}
     said = [text for flag, node in given.items() if (text := _said(flag, node, tool.shortened))]
     means = [
         flags
@@ -142,7 +143,9 @@ def _at(written: Node, path: str, *seen: str) -> Node | None:
         return Node(sum(whole), written.origin) if len(whole) == len(parts) else None
     node = written.mapping.get(path) or written.at(path)
     named = _REFERENCE.fullmatch(node.value) if node is not None and isinstance(node.value, str) else None
-    return _at(written, named[1], path, *seen) if named is not None and named[1] not in (path, *seen) else node
+    if named is None or named[1] in (path, *seen):
+        return node
+    return _at(written, named[1], path, *seen) or node  # a key of another file that Hydra puts together with it
 
 
 def started_as(
@@ -177,6 +180,22 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 """Another key's value, as OmegaConf writes it."""
 
 
+UNKNOWN = "${?}"
+"""A value that no command can say."""
+
+
+def _for_shell(written: Node, node: Node) -> Node:
+    """``node`` with what OmegaConf puts in it."""
+    if isinstance(node.value, list):
+        return Node([_for_shell(written, one) for one in node.value], node.origin)
+    if not isinstance(node.value, str) or "${" not in node.value:
+        return node
+    text = for_shell(node.value, lambda path: one.value if (one := _at(written, path)) is not None else None)
+    if text is None:
+        return Node(UNKNOWN, node.origin)
+    return Node(int(text) if text.isdecimal() else text, node.origin)
+
+
 def _said(flag: str, node: Node, shortened: str) -> str:
     """``flag`` as the value of another tool's key says it; nothing where that is off."""
     if node.value in (None, False, "false", []):
@@ -185,6 +204,8 @@ def _said(flag: str, node: Node, shortened: str) -> str:
         return flag.strip()
     if flag in _SIZES and node.value == 1:
         return ""
+    if node.value == UNKNOWN:
+        return f"{flag} {'NAME' if flag == '--model' else 'N'}"
     items = node.value if isinstance(node.value, list) else [node]
     if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):
         return ""
@@ -192,8 +213,8 @@ def _said(flag: str, node: Node, shortened: str) -> str:
         if not isinstance(node.value, str):
             return ""
         model = re.sub(f"^{shortened}", "", str(node.value)) if shortened else str(node.value)
-        return f"{flag} {twin(model, node) or one_line(model)}"
-    if flag in _GPUS and not str(node.value).isdecimal():
+        return f"{flag} {one_line(model) if '$' in model else twin(model, node) or one_line(model)}"
+    if flag in _GPUS and not str(node.value).isdecimal() and "$" not in str(node.value):
         return f"{flag} N"
     text = ",".join(re.sub(f"^{shortened}", "", str(item.value)) if shortened else str(item.value) for item in items)
     return f"{flag} {one_line(text)}"

@@ -243,6 +243,10 @@ class Framework:
         """The dtype in which gradients are accumulated."""
         return plan.precision.stored
 
+    def no_autocast(self, plan: ResolvedPlan) -> str:
+        """Behind "must be false": why a framework that has autocast lacks it in this plan; empty where it has it."""
+        return ""
+
     def default_loss(self, plan: Plan) -> LossKind:
         return "plain"
 

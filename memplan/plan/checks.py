@@ -267,6 +267,8 @@ def _check_autocast(plan: ResolvedPlan) -> None:
         problem = "must be fp32" + (" or bf16" if precision.dtype == "bf16" else ": GradScaler unscales fp32 gradients")
         raise plan.wrong("precision.parameters", problem)
     require(plan, field, True, "false", "autocast")
+    if why := framework(plan.framework).no_autocast(plan):
+        raise PlanError(field, True, f"must be false {why}")
     if plan.model.has_sizes and (why := family(plan.model.family).no_autocast):
         raise PlanError(field, True, f"must be false for family {plan.model.family}: {why}")
     if precision.dtype == "fp32":
@@ -278,9 +280,18 @@ def _check_autocast(plan: ResolvedPlan) -> None:
     fused = plan.loss.kind in ("liger", "cut") and not plan.trainer.kind.own_loss
     if fused and (in_fp32 or plan.quantisation.prepared):
         problem = f"must be false with loss {plan.loss.kind} and fp32 weights: its products of these are not modelled; "
-        raise PlanError(field, True, f"{problem}--autocast-parameters {precision.dtype} is")
+        raise PlanError(field, True, f"{problem}{_without_fp32_weights(plan)}")
     if plan.loss.logits_to_keep is not None:
         raise plan.wrong("loss.logits_to_keep", "must be left out: logits_to_keep is not modelled under autocast")
+
+
+def _without_fp32_weights(plan: ResolvedPlan) -> str:
+    """The way out of a fused loss over fp32 weights under autocast that no later check refuses: ``GradScaler`` takes no
+    fp16 gradients, and peft's preparation makes the head fp32 whatever the parameters' dtype is."""
+    dtype, unscaled = plan.precision.dtype, plan.lora.rank is not None and plan.lora.dtype == "fp32"
+    if not plan.quantisation.prepared and (dtype != "fp16" or unscaled):
+        return f"--autocast-parameters {dtype} is"
+    return "--loss plain and --loss liger-cross-entropy are"
 
 
 def check_recompute(plan: ResolvedPlan) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..values import pattern
@@ -37,15 +38,19 @@ _ACTIVE = pattern(r"-a[0-9.]+b$")
 def twin(name: str, node: Node) -> str | None:
     """The built-in model that is also called ``name``: in other letters, or by a repository that holds its shape.
 
-    A name that could be two models is refused at ``node``. A repository of an owner that is not listed is none, but for
-    ``MIRRORS``: what stands in it may have other sizes.
+    A name with a colon that stands with a model means it, whatever it would mean without: Ollama serves the newest
+    release. A name that could be two models is refused at ``node``. A repository of an owner that is not listed is
+    none, but for ``MIRRORS``: what stands in it may have other sizes.
     """
-    name = name.removesuffix(":latest")  # Ollama's
+    served = [model for model, also in nicknames().items() if ":" in name and name.lower() in also]
+    if len(served) == 1:
+        return served[0]
+    name = name.removesuffix(":latest")
     owner, _, repository = name.partition("/")
     if owner.lower() in MIRRORS and not _PACKED.search(name):
         name = repository
     called = {
-        model: {model, *ids, *(() if "/" in name else (*nicknames().get(model, ()), *(_last(one) for one in ids)))}
+        model: {model, *ids, *(() if "/" in name else (*_nicknames(model), *(_last(one) for one in ids)))}
         for model, ids in hub_ids().items()
     }
     found = (
@@ -58,6 +63,11 @@ def twin(name: str, node: Node) -> str | None:
     if len(found) > 1:
         raise PlanError("model", name, f"could be {' or '.join(found)}; name one", origin=node.origin)
     return found[0] if found else None
+
+
+def _nicknames(model: str) -> Iterator[str]:
+    """But for those of Ollama's that mean this model because of their colon."""
+    return (one for one in nicknames().get(model, ()) if ":" not in one)
 
 
 def _last(repository: str) -> str:

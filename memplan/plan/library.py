@@ -16,7 +16,8 @@ SAVED_DTYPE = "saved_dtype"
 SPEC_NAMES = ("hub", "text_part_of", "also")
 """Lines of a spec that list names: repositories on the Hugging Face Hub, of the model and of models that it is the text
 part of, and what else people call it, as Ollama's ``deepseek-r1:7b``, which is Qwen 2.5's shape. A name of two models
-stands at both, and is refused with both."""
+stands at both, and is refused with both. One with a colon is Ollama's alone, where it and another model's would be one
+without: ``mistral:7b`` is version 0.3 (https://ollama.com/library)."""
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 LEARNED = _PACKAGE / "learned"

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator
 
 from ..values import NamedTuple, pattern
 from .environment import READ, is_followed, is_irrelevant
-from .errors import Guesses, nearest, one_line, shown
+from .errors import Guesses, Node, nearest, one_line, shown
 from .plan import DEFAULT_SEQ, Plan
+from .releases import beyond_known
 
 MOST_OF_A_CODE = 50
 """Notes of one kind that are told one by one."""
@@ -16,7 +17,18 @@ FRAMEWORK_CHOSEN = "framework-chosen"
 """Code of the note on a plan that names no framework."""
 SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED = "seq-default", "seq-beyond", "vocab-size-unused"
 RELEASES_PINNED, RELEASE_ASSUMED, TEXT_PART = "releases-pinned", "release-assumed", "text-part"
-FIRST = (TEXT_PART, FRAMEWORK_CHOSEN, SEQ_DEFAULT, SEQ_BEYOND, VOCAB_UNUSED, RELEASES_PINNED, RELEASE_ASSUMED)
+PASSED_OVER, TORCH_BEYOND = "model-passed-over", "torch-beyond"
+FIRST = (
+    PASSED_OVER,
+    TEXT_PART,
+    FRAMEWORK_CHOSEN,
+    SEQ_DEFAULT,
+    SEQ_BEYOND,
+    VOCAB_UNUSED,
+    RELEASES_PINNED,
+    RELEASE_ASSUMED,
+    TORCH_BEYOND,
+)
 """Codes of notes that decide the answer and may surprise: reports begin with them."""
 
 
@@ -34,7 +46,17 @@ def says_choice(code: str) -> bool:
 
 def notes_of(plan: Plan) -> tuple[Note, ...]:
     """Notes on ``plan`` as it was read, before defaults are filled in."""
-    return limited([*_environment(plan), *_sequence(plan)])
+    beyond = beyond_known(plan.torch)
+    of_torch = () if beyond is None else (Note(TORCH_BEYOND, one_line(beyond)),)
+    return limited([*of_torch, *_environment(plan), *_sequence(plan)])
+
+
+def passed_over(model: Node | None, by: object) -> tuple[Note, ...]:
+    """What is told of the ``model`` of a source that says nothing else, with a flag that names another."""
+    if model is None or by is None or model.value == by:
+        return ()
+    message = f"the model is {by}, as --model says; {model.value}, which says nothing but a model, is passed over"
+    return (Note(PASSED_OVER, one_line(message)),)
 
 
 def text_part(name: str, reads: str = "images") -> Note:

@@ -28,7 +28,7 @@ from .implied import has_recipe, nested, with_counted_gpus, with_implied, with_p
 from .library import examples, learned_models, model_specs
 from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model, saved_dtype
 from .normalise import field_value, normalised
-from .notes import FRAMEWORK_CHOSEN, Note, head_assumed, notes_of, says_choice, text_part
+from .notes import FRAMEWORK_CHOSEN, Note, head_assumed, notes_of, passed_over, says_choice, text_part
 from .plan import Plan
 from .spellings import with_optimizer
 from .spoken import Spoken
@@ -168,6 +168,13 @@ class Source:
     folder: Path
     notes: tuple[Note, ...] = ()
 
+    @property
+    def only_model(self) -> Node | None:
+        """Its model, where it says nothing else."""
+        base = self.plan.at("model.base")
+        alone = self.plan.mapping.keys() == {"model"} and self.plan.mapping["model"].mapping.keys() == {"base"}
+        return base if alone else None
+
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
@@ -267,6 +274,7 @@ def _written(plan: Node, folder: Path) -> Source:
 def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, traced: bool = False) -> ReadPlan:
     """``source`` with ``flags`` over it, and over both the ``variant`` of a comparison."""
     here = Path() if "model" in flags or "model" in (variant or {}) else source.folder
+    over = passed_over(source.only_model, flags.get("model"))
     wrong: list[PlanError] = []
     node = _with_flags(source.plan, flags, "--", wrong)
     node = _with_flags(node, variant or {}, "--vary ", wrong)
@@ -285,7 +293,7 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
                 only_traced = traced_spec(named, here, error)
             except PlanError as refused:
                 raise together([refused, *wrong, *_wrong_in(written.without("model"))]) from None
-            return _without_recipe(written, only_traced, loaded)
+            return _without_recipe(written, only_traced, (*over, *loaded))
         node = written.with_items({"model": spec})
     if wrong:
         raise together([*wrong, *_wrong_in(node)])
@@ -301,8 +309,8 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
             check_layers(plan)
         except PlanError as error:
             with suppress(PlanError):
-                return _without_recipe(written, traced_spec(named, here, error.located(origins)), loaded)
-    notes = (*source.notes, *packed, *loaded, *chosen, *warnings, *notes_of(plan), *notes_of_releases(plan))
+                return _without_recipe(written, traced_spec(named, here, error.located(origins)), (*over, *loaded))
+    notes = (*over, *source.notes, *packed, *loaded, *chosen, *warnings, *notes_of(plan), *notes_of_releases(plan))
     return ReadPlan(plan, origins, notes)
 
 
@@ -314,8 +322,8 @@ def _wrong_in(plan: Node) -> Iterator[PlanError]:
         yield from (one for one in error.errors if one.value is not ABSENT)
 
 
-def _without_recipe(written: Node, spec: TracedSpec, loaded: tuple[Note, ...]) -> ReadPlan:
-    """The plan of an architecture that only traces know; ``loaded`` says in which dtype."""
+def _without_recipe(written: Node, spec: TracedSpec, notes: tuple[Note, ...]) -> ReadPlan:
+    """The plan of an architecture that only traces know, with ``notes`` on how its model was named and loaded."""
     stand_in = complete_model(Node({"base": Node(STAND_IN, COMMAND_LINE)}, COMMAND_LINE), Path()).spec
     node, chosen = with_implied(written.with_items({"model": stand_in}))
     plan = validated_plan(node)
@@ -335,7 +343,7 @@ def _without_recipe(written: Node, spec: TracedSpec, loaded: tuple[Note, ...]) -
     base = written.mapping["model"].mapping.get("base")
     if base is not None and base.origin is not None:
         origins["model"] = base.origin
-    read = ReadPlan(plan, origins, (*chosen, *loaded, *told, *notes_of(plan), *notes_of_releases(plan)))
+    read = ReadPlan(plan, origins, (*chosen, *notes, *told, *notes_of(plan), *notes_of_releases(plan)))
     return _shardable(read)
 
 

@@ -217,6 +217,14 @@ def release(plan: Plan, library: str) -> Version:
     return parsed(named) if named is not None else LIBRARIES[library].newest
 
 
+def beyond_known(torch: str | None) -> str | None:
+    """What is taken for a release of torch that came out after all that are followed; ``None`` for others."""
+    newest = LIBRARIES["torch"].newest
+    if torch is None or parsed(torch)[: len(newest)] <= newest:
+        return None
+    return f"torch {torch} is assumed to behave like {shown(newest)}, the newest release that memplan knows"
+
+
 def transformers_of(trl: str) -> Version | None:
     """What runs beside a release of trl, where nobody says so; ``None`` for the newest, and for what is no release."""
     if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3}){1,2}", trl) or parsed(trl) >= TRL_TAKES_5:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -324,3 +325,55 @@ def test_what_is_off_is_not_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = f"{TUNE}optimizer_in_bwd: False\nenable_activation_offloading: False\ntensor_parallel_dim: 1\n"
     assert "memplan estimate --model llama-3.1-8b" in told(capsys, tmp_path / "a.yaml", text)
     assert "--sequence-parallel" not in told(capsys, tmp_path / "a.sh", SWIFT.format(1))
+
+
+INTERPOLATED = """\
+size: 2
+name: Qwen3-8B
+actor_rollout_ref:
+  model: {path: "${oc.env:MODELS,Qwen}/${name}", lora_rank: "${oc.env:RANK, 16}", enable_gradient_checkpointing: true}
+  actor:
+    ppo_micro_batch_size_per_gpu: "${oc.decode:${oc.env:MBS}}"
+    megatron: {tensor_model_parallel_size: "${size}", pipeline_model_parallel_size: "${oc.select:stages,4}"}
+trainer: {nnodes: "${oc.env:NODES,${oc.env:SLURM_NNODES,'1'}}", n_gpus_per_node: "${oc.env:GPUS}"}
+data: {max_response_length: "${mul:2,512}"}
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "flags"),
+    [
+        (
+            {"MBS": "3", "GPUS": "8"},
+            "--model Qwen/Qwen3-8B --nodes 1 --gpus-per-node 8 --completion-length N --mbs 3 --lora-rank 16 ",
+        ),
+        (
+            {"MBS": "4", "GPUS": "4", "RANK": "32", "SLURM_NNODES": "2", "MODELS": "/m"},
+            "--model /m/Qwen3-8B --nodes 2 --gpus-per-node 4 --completion-length N --mbs 4 --lora-rank 32 ",
+        ),
+        (
+            {"MBS": "4", "GPUS": "4", "NODES": "8", "SLURM_NNODES": "2"},
+            "--model Qwen/Qwen3-8B --nodes 8 --gpus-per-node 4 --completion-length N --mbs 4 --lora-rank 16 ",
+        ),
+    ],
+)
+def test_a_shell_makes_of_what_is_suggested_what_omegaconf_makes_of_the_file(
+    environment: dict[str, str], flags: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``mul`` is a resolver of the job's own, whose value stands as N."""
+    said = told(capsys, tmp_path / "a.yaml", INTERPOLATED)
+    same = said.partition("say the job in flags: memplan ")[2].partition(", beside what")[0]
+    echoed = subprocess.run(["bash", "-c", f"echo {same}"], env=environment, capture_output=True, text=True, check=True)
+    assert flags in echoed.stdout
+    assert "--recompute full --tp 2 --pp 4" in echoed.stdout
+    assert not echoed.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ["${a}", "${.b}", "${oc.env}", "${oc.dict.keys:a}", "${now:%Y}", "${", "${oc.select:a}"]
+)
+def test_a_value_that_only_the_job_knows_stands_as_n(
+    value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = INTERPOLATED.replace('"${oc.env:RANK, 16}"', f'"{value}"')
+    assert "--lora-rank N" in told(capsys, tmp_path / "a.yaml", f'{text}a: "${{b}}"\nb: "${{a}}"\n')

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
 
+from memplan.estimate import estimate
 from memplan.formats import reader
 from memplan.formats.launch import Asked, launched_plan
 from memplan.plan.errors import PlanError
@@ -108,11 +110,21 @@ def test_what_is_not_modelled_is_refused(words: str, problem: str, tmp_path: Pat
 
 
 def test_routers_have_a_loss_where_there_are_any(tmp_path: Path) -> None:
-    """``rlhf_mixin.py``: ``aux_loss_enabled`` is of ``is_moe_model`` alone."""
-    asked = f"{COMMAND} --router_aux_loss_coef 1e-3"
-    assert plan_of(asked, tmp_path) == plan_of(COMMAND, tmp_path)
-    with pytest.raises(PlanError, match="must be left out of a model with experts"):
-        plan_of(asked.replace("Qwen2.5-7B-Instruct", "Qwen3-30B-A3B"), tmp_path)
+    """``_prepare_inputs``: of ``is_moe_model`` alone, where ``output_router_logits`` is an argument of the model's
+    class, as it is not of DeepSeek V3's in transformers; refused where a ``config.json`` that says so is."""
+    asked = f"{COMMAND} --router_aux_loss_coef 1e-3".replace("--train_type lora", "--train_type full")
+    dense, without = "Qwen2.5-7B-Instruct", asked.replace("--router_aux_loss_coef 1e-3", "")
+    assert plan_of(asked, tmp_path) == plan_of(without, tmp_path)
+    mixture, other = asked.replace(dense, "Qwen3-30B-A3B"), asked.replace("Qwen/" + dense, "deepseek-ai/DeepSeek-V3")
+    with pytest.raises(PlanError, match=r"model\.router_loss = true: must be false \(output_router_logits\)"):
+        estimate(plan_of(mixture, tmp_path))
+    assert not plan_of(mixture.replace("1e-3", "0"), tmp_path).model.router_loss
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+
+    assert "output_router_logits" not in inspect.signature(DeepseekV3ForCausalLM.forward).parameters
+    assert "output_router_logits" in inspect.signature(Qwen3MoeForCausalLM.forward).parameters
+    assert resolve(plan_of(other, tmp_path)).model == resolve(plan_of(without, tmp_path, model="deepseek-v3")).model
 
 
 def test_a_name_of_swift_starts_nothing(tmp_path: Path) -> None:

@@ -58,3 +58,31 @@ def test_a_long_default_sequence_is_told() -> None:
     ]
     assert messages(model="llama-3-405b", seq="4096") == []
     assert messages(model="gpt2") == messages(model="llama-2-7b") == []
+
+
+LLAMA = '{"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, '
+LLAMA += '"num_attention_heads": 2, "vocab_size": 96, "max_position_embeddings": 128}'
+
+
+@pytest.mark.parametrize("model", ["gpt2", "roberta-base"])  # the second has no recipe
+@pytest.mark.parametrize("name", ["config.json", "plan.yaml", "."])
+def test_a_model_beside_a_file_that_is_only_another_model(name: str, model: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(LLAMA)
+    (tmp_path / "plan.yaml").write_text("model: llama-2-7b\n")
+    path = str(tmp_path / name)
+    only = "llama-2-7b" if name == "plan.yaml" else path
+    read = read_plan(path, {"model": model}, traced=True)
+    assert read.plan.model.name == model
+    assert tuple(read.warnings[0]) == (
+        "model-passed-over",
+        f"the model is {model}, as --model says; {only}, which says nothing but a model, is passed over",
+    )
+    assert not any(note.code == "model-passed-over" for note in read_plan(path, traced=True).warnings)
+    assert not any(note.code == "model-passed-over" for note in read_plan(path, {"model": only}).warnings)
+    assert not any(note.code == "model-passed-over" for note in read_plan(path, {"mbs": "2"}).warnings)
+
+
+def test_a_model_over_that_of_a_plan_with_more(tmp_path: Path) -> None:
+    """One field among several, as every flag over a file."""
+    (tmp_path / "plan.yaml").write_text("model: llama-2-7b\nbatch: {seq: 512}\n")
+    assert not read_plan(str(tmp_path / "plan.yaml"), {"model": "gpt2"}).warnings

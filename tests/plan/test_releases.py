@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memplan.cli import main
 from memplan.estimate import estimate
 from memplan.plan.errors import PlanError
 from memplan.plan.plan import ResolvedPlan
@@ -113,6 +114,16 @@ def test_a_newer_torch_is_taken_as_the_newest_that_is_known() -> None:
     for torch, is_said in (("2.99", True), ("2.13.0", False)):
         found = estimate(read_plan(None, {"model": "gpt2", "layers": "2", "seq": "64", "torch": torch}).plan)
         assert (said in found.assumptions) == is_said
+
+
+@pytest.mark.parametrize("torch", ["9.9", "2.14", "2.14.0", "2.13.1", "2.13.0", "2.13", "2.6"])
+def test_a_torch_that_nobody_knows_is_told_in_the_first_lines(torch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A patch of a known release is that release."""
+    assert main(["estimate", "--model=gpt2", "--layers=2", "--seq=64", "--gpu=h100", f"--torch={torch}"]) == 0
+    printed = capsys.readouterr()
+    first = " ".join(printed.out.partition("\n\n")[0].split())
+    said = f"torch {torch} is assumed to behave like 2.13, the newest release that memplan knows"
+    assert (said in first) == (torch in ("9.9", "2.14", "2.14.0")), printed
 
 
 MEASURED = {

@@ -180,6 +180,14 @@ def test_models(written: str, name: str) -> None:
         ("qwen3:4b-instruct-2507", "qwen3-4b-2507", 4.02),
         ("qwen3-coder:30b", "qwen3-coder-30b-a3b", 30.5),
         ("gemma3:27b-it-qat", "gemma-3-27b", 27.0),
+        ("mistral:7b", "mistral-7b-v0.3", 7.248),
+        ("Mistral:latest", "mistral-7b-v0.3", 7.248),
+        ("command-r:35b", "command-r-08-2024", 32.3),
+        ("command-r-plus:104b", "command-r-plus", 104),
+        ("smollm2:latest", "smollm2-1.7b", 1.71),
+        ("gemma3:latest", "gemma-3-4b", 3.88),
+        ("deepseek-r1:latest", "qwen3-8b", 8.19),
+        ("qwen3:30b", "qwen3-30b-a3b-2507", 30.5),
     ],
 )
 def test_names_of_ollama_and_nicknames(written: str, name: str, billions: float) -> None:
@@ -189,6 +197,13 @@ def test_names_of_ollama_and_nicknames(written: str, name: str, billions: float)
     spec = plan(model=written).model
     assert spec.name == name
     assert parameters(spec) == pytest.approx(billions * 1e9, rel=0.015)
+
+
+@pytest.mark.parametrize("written", ["Mistral-7B", "mistral7b", "mistralai/Mistral-7B-v0.1", "mistral:v0.1"])
+def test_a_name_without_a_colon_is_not_ollamas(written: str) -> None:
+    """Its ``mistral:7b`` is version 0.3, which has 768 more words."""
+    assert (plan(model=written).model.name, plan(model=written).model.vocab) == ("mistral-7b", 32_000)
+    assert plan(model="mistral:7b").model.vocab == 32_768
 
 
 @pytest.mark.parametrize(

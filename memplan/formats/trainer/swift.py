@@ -9,8 +9,11 @@ adapters are peft's, in fp32 (``tuners/peft.py``), checkpoints reentrant but und
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
+from ...families import family
+from ...families.base import ROUTER_LOSS
 from ...plan.errors import Node, Value, wrong_at
 from ...plan.read import ReadPlan
 from ..elsewhere_commands import OF_MEGATRON
@@ -281,14 +284,19 @@ def _steps(written: Node, batch: Value, processes: int, *, is_whole: bool) -> _F
 
 
 def check(written: Node, read: ReadPlan) -> ReadPlan:
-    """``read``, the plan of ``written``, with what depends on its model checked: without routers none has a loss."""
-    node = written.mapping.get(_ROUTERS)
-    model = read.plan.model
-    if node is not None and node.value not in (None, 0) and (model.experts or not model.has_sizes):
-        raise node.wrong(
-            _ROUTERS, "must be left out of a model with experts: their loss keeps scores of all layers: not modelled"
-        )
-    return read
+    """``read``, the plan of ``written``, whose model hands out routers' logits for their loss where its class can and
+    has any (``swift/trainers/trainers.py``, ``_prepare_inputs``); what runs such a model refuses it."""
+    node, model = written.mapping.get(_ROUTERS), read.plan.model
+    if node is None or node.value in (None, 0):
+        return read
+    if not model.has_sizes:
+        raise node.wrong(_ROUTERS, "must be left out of a model without a recipe, which may have experts")
+    config = family(model.family).config
+    if not model.experts or config is None or not config.keys.keys() >= ROUTER_LOSS.keys():
+        return read
+    plan = read.plan.model_copy(update={"model": model.model_copy(update=dict.fromkeys(ROUTER_LOSS, True))})
+    origins = {**read.origins, **{f"model.{name}": node.origin for name in ROUTER_LOSS if node.origin is not None}}
+    return replace(read, plan=plan, origins=origins)
 
 
 _ROUTERS = "router_aux_loss_coef"

@@ -32,6 +32,8 @@ NO_KERNEL = (
 """As bitsandbytes 0.50.2 runs with torch 2.11, and issues 1403 (FSDP2) and 2080 (FSDP1)."""
 
 
+OF_VERSION_1 = "under FSDP2; FSDP1 takes it (--fsdp-version 1)"
+"""Of what is modelled under FSDP1 alone."""
 NO_INTEGERS = "Cannot flatten integer dtype tensors"
 """What it says of bitsandbytes' 8-bit weights (torch 2.13, ``distributed/fsdp/_flat_param.py``,
 ``_validate_tensors_to_flatten``)."""
@@ -102,6 +104,13 @@ class Fsdp(Framework):
     def casts_given(self, plan: ResolvedPlan) -> bool:
         """``MixedPrecisionPolicy.cast_forward_inputs``, which FSDP1 has off by default."""
         return plan.fsdp.version != "1"
+
+    def no_autocast(self, plan: ResolvedPlan) -> str:
+        """``fully_shard`` casts by itself (``MixedPrecisionPolicy``), as torchtitan has it
+        (``torchtitan/distributed/utils.py``, ``maybe_enable_amp``)."""
+        if not self.runs_transformers(plan):
+            return "with torchtitan's code, which computes in dtype over fp32 parameters without it"
+        return "" if plan.fsdp.version == "1" else OF_VERSION_1
 
     def default_loss(self, plan: Plan) -> LossKind:
         return "vocab-parallel" if plan.layout.tp > 1 else "plain"
@@ -187,7 +196,7 @@ class Fsdp(Framework):
             _check_loss_of_trl(plan)
         elif plan.fsdp.version == "2":
             for field, _ in plan.trainer.changed_here():
-                raise plan.wrong(f"trainer.{field}", "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)")
+                raise plan.wrong(f"trainer.{field}", f"must be left out {OF_VERSION_1}")
         if plan.fsdp.version == "2":
             _check_version_2(plan)
         elif plan.model.index_heads:
@@ -327,7 +336,7 @@ def _check_version_2(plan: ResolvedPlan) -> None:
     graphs.check(plan)
     if plan.kernels.lora == "unsloth" or plan.quantisation.kind == "gptq":
         field = "kernels.lora" if plan.kernels.lora == "unsloth" else "quantisation.kind"
-        raise plan.wrong(field, "must be left out under FSDP2; FSDP1 takes it (--fsdp-version 1)")
+        raise plan.wrong(field, f"must be left out {OF_VERSION_1}")
     if plan.fsdp.code == "torchtitan":
         if plan.fsdp.reshard_root:
             _check_resharded(plan)
@@ -339,10 +348,12 @@ def _check_version_2(plan: ResolvedPlan) -> None:
             )
     if plan.optimizer.of_bitsandbytes:
         raise PlanError("optimizer.name", plan.optimizer.called, NO_KERNEL)
-    problem = "must be false under FSDP2; FSDP1 takes it (--fsdp-version 1)"
     plan.refuse(
-        ("precision.autocast", plan.precision.autocast, problem),
-        ("recompute.reentrant", plan.recompute.reentrant, f"{problem}; --no-use-reentrant leaves it out"),
+        (
+            "recompute.reentrant",
+            plan.recompute.reentrant,
+            f"must be false {OF_VERSION_1}; --no-use-reentrant leaves it out",
+        )
     )
     if plan.fsdp.backward_prefetch != "pre":
         from .timing import is_flat
