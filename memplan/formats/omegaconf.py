@@ -23,6 +23,8 @@ def for_shell(text: str, value_at: Callable[[str], object]) -> str | None:
 
     Of resolvers OmegaConf's own ``oc.env``, ``oc.decode`` and ``oc.select`` (``omegaconf/resolvers/oc/__init__.py``).
     """
+    if "\0" in text:
+        return None
     variables: list[str] = []
     try:
         for _ in range(_DEEPEST):

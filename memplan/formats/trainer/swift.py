@@ -9,13 +9,13 @@ adapters are peft's, in fp32 (``tuners/peft.py``), checkpoints reentrant but und
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 
 from ...families import family
 from ...families.base import ROUTER_LOSS
 from ...plan.errors import Node, Value, wrong_at
 from ...plan.read import ReadPlan
+from ...values import replace
 from ..elsewhere_commands import OF_MEGATRON
 from ..in_flags import in_flags
 
