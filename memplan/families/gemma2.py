@@ -40,7 +40,8 @@ def gemma_norm(r: Recorder, x: Tensor, name: str) -> Tensor:
 
 
 def gemma2_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
-    """``Gemma2DecoderLayer.forward``; ``Exaone4DecoderLayer.forward`` has no norms before attention and MLP."""
+    """``Gemma2DecoderLayer.forward`` and ``Glm4DecoderLayer.forward``; ``Exaone4DecoderLayer.forward`` has no norms
+    before attention and MLP."""
     spec, both = shape.spec, shape.spec.norm_place == "both"
     residual = hidden
     hidden = norm(r, hidden, spec, "attention_norm") if both else hidden
@@ -49,7 +50,7 @@ def gemma2_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape)
     hidden = ops.add(r, residual, hidden, "residual_attention")
     residual = hidden
     hidden = norm(r, hidden, spec, "mlp_norm") if both else hidden
-    hidden = llama_mlp(r, hidden, spec)
+    hidden = (family(spec.family).mlp or llama_mlp)(r, hidden, spec)
     hidden = norm(r, hidden, spec, "mlp_output_norm")
     hidden = ops.add(r, residual, hidden, "residual_mlp")
     return hidden  # noqa: RET504 - the variable ends its tensor's life

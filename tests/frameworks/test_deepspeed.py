@@ -282,11 +282,14 @@ KNOWN: dict[str, dict[str, int]] = {
     "z3-gpt2": {"+256000": 1, "-256000": 1},
     "z2-gpt2": {"+256000": 1, "-256000": 1},
     "z3-bert": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
+    **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma", "z2-gemma")},
+    "z3-gemma-recompute": {"+128000": 1, "-128000": 1, "+8192": 3, "-8192": 3},
     "z3-gemma2": {"+128000": 1, "-128000": 1},
     "z3-gemma2-recompute": {"+128000": 1, "-128000": 1},
     "z2-gemma2": {"+128000": 1, "-128000": 1},
     **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma3_text", "z3-gemma3_text-recompute", "z2-gemma3_text")},
     "z3-phi3-recompute": {"+8192": 3, "-8192": 3},
+    "z3-glm-recompute": {"+8192": 3, "-8192": 3},
     "z3-granitemoehybrid-recompute": {"+8192": 3, "-8192": 3},
     "z3-smollm3-recompute": {"+8192": 3, "-8192": 3},
     "z3-gpt_neox-recompute": {"+16384": 3, "-16384": 3},
@@ -311,7 +314,8 @@ that Liger's loss has made in forward have another name in our backward."""
 
 GROUPED = (
     "z3-adapters", "z3-adapters-all", "z3-adapters-recompute", "z3-deepseek_v3-adapters", "z3-gemma3_text-adapters",
-    "z3-olmo3-adapters", "z3-starcoder2-adapters", "z3-smollm3-adapters",
+    "z3-olmo3-adapters", "z3-starcoder2-adapters", "z3-smollm3-adapters", "z3-gemma-adapters",
+    "z3-glm4-adapters",
 )  # fmt: skip
 """Small buckets: a few of what is gathered ahead come in other groups, as many bytes in all."""
 

@@ -49,6 +49,8 @@ LLAMA = {**BERT, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim":
 LLAMA |= {"intermediate_size": 448}
 PHI3 = {**LLAMA, "head_dim": 32, "pad_token_id": 0, "eos_token_id": 0}
 PARTIAL = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}
+WHOLE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0}}
+GLM = {**LLAMA, "head_dim": 32, "pad_token_id": 0, "eos_token_id": 0}
 GEMMA2 = {**LLAMA, "sliding_window": 40}
 UNCAPPED: dict[str, Any] = {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}
 UNCAPPED |= {"attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": False}
@@ -115,6 +117,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied-dropout": ("qwen2", LLAMA | {"tie_word_embeddings": True, "attention_dropout": 0.1}),
     "phi3": ("phi3", PHI3),
     "phi3-partial-dropout": ("phi3", PHI3 | {"num_key_value_heads": 6, "resid_pdrop": 0.1, **PARTIAL}),
+    "gemma": ("gemma", LLAMA),
+    "gemma-biased-untied-dropout": (
+        "gemma",
+        LLAMA
+        | {"attention_bias": True, "attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": False},
+    ),
+    "gemma-one-key": ("gemma", LLAMA | {"num_key_value_heads": 1}),
     "gemma2": ("gemma2", GEMMA2),
     "gemma2-uncapped-biased-dropout": ("gemma2", GEMMA2 | UNCAPPED),
     "gemma3_text": ("gemma3_text", GEMMA3),
@@ -211,6 +220,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v32",
         INDEXED | {"v_head_dim": 48, "n_group": 4, "topk_group": 2, "attention_dropout": 0.1, **TIED},
     ),
+    "glm": ("glm", GLM),
+    "glm-whole-unbiased-tied-dropout": (
+        "glm",
+        GLM | WHOLE | TIED | {"num_key_value_heads": 6, "attention_dropout": 0.1, "attention_bias": False},
+    ),
+    "glm-one-key": ("glm", GLM | {"num_key_value_heads": 1}),
+    "glm4": ("glm4", GLM),
+    "glm4-whole-unbiased-tied-dropout": (
+        "glm4",
+        GLM | WHOLE | TIED | {"attention_dropout": 0.1, "attention_bias": False, "num_key_value_heads": 6},
+    ),
+    "glm4-one-key": ("glm4", GLM | {"num_key_value_heads": 1}),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "glm4_moe_lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 56}),
     "glm4_moe_lite-one-width": ("glm4_moe_lite", {**DEEPSEEK, "v_head_dim": 48}),

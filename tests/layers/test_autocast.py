@@ -191,6 +191,7 @@ def test_step_of_real_model(case: Case, tmp_path: Path) -> None:
         Case("llama", 3, 37, "bf16", "eager", "full"),
         Case("bert", 2, 64, "bf16", "eager", "none"),
         Case("falcon", 2, 64, "bf16", "eager", "none"),
+        Case("gemma", 2, 64, "bf16", "flash", "none"),
         Case("gemma2", 1, 64, "bf16", "eager", "full"),
     ],
     ids=str,

@@ -15,6 +15,7 @@ BASE = {
     "gpt_bigcode": "santacoder",
     "gpt2": "gpt2", "gpt": "bigscience-104b", "bert": "bert-large", "llama": "llama-3-8b", "mistral": "mistral-7b",
     "qwen3": "qwen3-8b", "bloom": "bloom-176b", "qwen2": "qwen2.5-7b", "phi3": "phi-3-mini", "gemma2": "gemma-2-9b",
+    "gemma": "gemma-7b", "glm": "glm-4-9b-chat", "glm4": "glm-4-9b-0414",
     "opt": "opt-6.7b", "gpt_neox": "gpt-neox-20b", "gptj": "gpt-j-6b", "falcon": "falcon-7b",
     "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight-16b", "kimi_k2": "kimi-k2",

@@ -183,6 +183,10 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "attention_bias": st.booleans(),
         },
         "gpt_oss": {"num_local_experts": sizes, "attention_bias": st.booleans()},
+        **{
+            glm: {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans(), "head_dim": st.just(4)}
+            for glm in ("glm", "glm4")
+        },
         "glm4_moe": {
             "n_routed_experts": sizes,
             "moe_intermediate_size": sizes,
@@ -208,7 +212,10 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "granitemoehybrid": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "granitemoe": {"num_local_experts": sizes, "tie_word_embeddings": st.booleans()},
         "phi3": {"tie_word_embeddings": st.booleans()},
-        "gemma2": {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
+        **{
+            gemma: {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()}
+            for gemma in ("gemma", "gemma2")
+        },
         "exaone4": {"tie_word_embeddings": st.booleans(), "sliding_window_pattern": st.integers(1, 4)},
         **{
             olmo: {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans()} for olmo in ("olmo2", "olmo3")
@@ -566,6 +573,7 @@ def test_built_in_specs_count_as_transformers_does(name: str) -> None:
             "num_key_value_heads": spec.kv_heads,
             **({"head_dim": spec.head_dim} if "head_dim" in FAMILIES[spec.family].keys else {}),
             **({"use_qk_norm": spec.qk_norm} if "qk_norm" in FAMILIES[spec.family].keys else {}),
+            **({"attention_bias": spec.attention_bias} if spec.family in ("glm", "glm4") else {}),
             "intermediate_size": spec.ffn,
             "max_position_embeddings": spec.positions_max,
         },
@@ -578,11 +586,11 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
     assert line == (
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
-        "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma2, gemma3_text, exaone4, "
-        "olmo2, olmo3, cohere, cohere2, smollm3, seed_oss, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, "
+        "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma, gemma2, gemma3_text, "
+        "exaone4, olmo2, olmo3, cohere, cohere2, smollm3, seed_oss, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, "
         "qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, deepseek_v32, "
-        "glm_moe_dsa, gpt_oss, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, granitemoe, "
-        "granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
+        "glm_moe_dsa, gpt_oss, glm, glm4, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, "
+        "granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)
