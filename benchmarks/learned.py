@@ -1,13 +1,14 @@
 """The fits that ship with memplan, of architectures without a recipe: learnt here from transformers' own code.
 
-python -m benchmarks.learned [MODEL …] [--again] [--renew] [--check] [--zero-3]
+python -m benchmarks.learned [MODEL …] [--again] [--renew] [--check] [--zero-3] [--fp32]
 python -m benchmarks.learned [MODEL …] --adapters [--dropout] [--again]
 
 A model is an entry of ``memplan/learned/models.json`` with its ``config.json`` beside it. What is there already is
 left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--renew`` takes
 those that another tracer made, traces each model at a dozen points that it was not learnt at, and writes the fit
 anew where they are what it says, with what operators do; else it learns it. ``--zero-3`` learns what DeepSpeed's
-stage 3 needs, too, which few models ship with. ``--adapters`` learns LoRA of any rank on models whose fits are there
+stage 3 needs, too, and ``--fp32`` parameters in fp32, both of which few models ship with. ``--adapters``
+learns LoRA of any rank on models whose fits are there
 (``adapted``): peft's own targets, else queries and values, and all linear layers; with ``--dropout``, or where it is
 there already, dropout on the input of adapters, too. ``--check`` learns nothing: it counts
 the parameters of each model as transformers makes it, and names fits that another tracer made. ``pytest -m slow
@@ -45,6 +46,8 @@ SHARDED = {"framework": "fsdp", "dp": "2"}
 """And besides, where ``fully_shard`` casts what layers are handed."""
 GATHERED = {"framework": "deepspeed", "zero": "3", "dp": "2"}
 """And where ZeRO-3's hooks run, of models that it was asked for, or is there already."""
+WIDE = {"dtype": "fp32"}
+"""And in fp32, of models that it was asked for, or is there already: small ones, which many train so."""
 LONGEST = 131072
 """Tokens of a sequence up to which a fit goes."""
 
@@ -55,6 +58,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="also what is there already")
     parser.add_argument("--renew", action="store_true", help="what another tracer made, checked beside traces")
     parser.add_argument("--zero-3", action="store_true", help="DeepSpeed's stage 3, too")
+    parser.add_argument("--fp32", action="store_true", help="parameters in fp32, too")
     parser.add_argument("--adapters", action="store_true", help="LoRA on what is there")
     parser.add_argument("--dropout", action="store_true", help="with --adapters: dropout above 0, too")
     parser.add_argument("--check", action="store_true", help="count parameters, learn nothing")
@@ -65,20 +69,22 @@ def main() -> int:
         if asked.check
         else partial(adapted, again=asked.again, drops=asked.dropout)
         if asked.adapters
-        else partial(learnt, again=asked.again, renew=asked.renew, gathers=asked.zero_3)
+        else partial(learnt, again=asked.again, renew=asked.renew, gathers=asked.zero_3, wide=asked.fp32)
     )
     wrong = [line for one in models for line in work(one)]
     print(*wrong, sep="\n", end="\n" * bool(wrong), file=sys.stderr)
     return 1 if wrong else 0
 
 
-def learnt(model: LearnedModel, *, again: bool, renew: bool, gathers: bool) -> Iterator[str]:
+def learnt(model: LearnedModel, *, again: bool, renew: bool, gathers: bool, wide: bool) -> Iterator[str]:
     """Writes the fits of ``model``; what could not be learnt, in words."""
     wanted = set()
     recomputed: Fit | None = None
     cast = ({**SHARDED, **one} for one in VARIANTS if is_cast(model, one))
     gathered = ({**GATHERED, **one} for one in VARIANTS)
-    for flags in chain(VARIANTS, cast, (one for one in gathered if gathers or paths_of(model, plan_of(model, one)))):
+    further = [(one, gathers) for one in gathered] + [({**WIDE, **one}, wide) for one in VARIANTS]
+    asked = (one for one, is_asked in further if is_asked or paths_of(model, plan_of(model, one)))
+    for flags in chain(VARIANTS, cast, asked):
         words = " ".join([model.name, *flags.values()])
         plan = plan_of(model, flags)
         job = job_of(plan)

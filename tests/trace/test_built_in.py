@@ -59,6 +59,8 @@ SHARDED_BESIDE = {"roberta-base", "olmo-7b"}
 
 GATHERED = ("phi-2",)
 """Models that ship with what DeepSpeed's stage 3 needs, too."""
+WIDE = ("roberta-base",)
+"""Models that ship in fp32, too."""
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +119,20 @@ def test_same_as_a_direct_trace(name: str, recompute: str) -> None:
             assert row.estimated is not None
             assert (row.traced.net, row.traced.peak) == (row.estimated.net, row.estimated.peak), row
         assert fold_program(program).peak == found.whole.peak
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", WIDE)
+def test_same_as_a_direct_trace_in_fp32(name: str, recompute: str) -> None:
+    """As these are mostly trained: 4 bytes of parameters and of two moments each between iterations."""
+    plan = plan_of(name, recompute=recompute, dtype="fp32", mbs="3", seq=str(13 * 32))
+    (program,) = programs_of(plan, Options())
+    found = traced_step(job_of(plan), evaluates=True)
+    comparison = compared(found, program)
+    assert comparison.furthest == 0
+    assert fold_program(program).peak == found.whole.peak
+    (stage,) = estimate(plan).stages
+    assert stage.static == pytest.approx(12 * learned_models()[name].parameters, rel=0.01)  # gradients are set to None
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of outputs that are views
@@ -262,14 +278,14 @@ def test_what_ships_is_what_is_listed() -> None:
         cache.built_in_path(name, settings)
         for name in learned_models()
         for recompute in ("none", "full")
-        for flags in ({}, {"framework": "fsdp"}, {"framework": "deepspeed", "zero": "3"})
+        for flags in ({}, {"framework": "fsdp"}, {"framework": "deepspeed", "zero": "3"}, {"dtype": "fp32"})
         for plan in (plan_of(name, recompute=recompute, **flags),)
         for settings in (lookup.settings_of(job_of(plan), None), lookup.settings_of(job_of(plan), plan.model.layers))
     }
     there = set(LEARNED.glob(f"*/*{cache.SUFFIX}"))
     assert there <= asked
     cast = {name for name in folders - NOT_SHARDED if name.startswith("olmo-")}
-    assert len(there) == 2 * (len(folders) + len(cast) + len(GATHERED))
+    assert len(there) == 2 * (len(folders) + len(cast) + len(GATHERED) + len(WIDE))
     assert sum(path.stat().st_size for path in LEARNED.rglob("*") if path.is_file()) < LARGEST
 
 
