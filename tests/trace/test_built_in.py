@@ -59,7 +59,7 @@ SHARDED_BESIDE = {"roberta-base", "olmo-7b"}
 
 GATHERED = ("phi-2",)
 """Models that ship with what DeepSpeed's stage 3 needs, too."""
-WIDE = ("roberta-base",)
+WIDE = ("roberta-base", "t5-small")
 """Models that ship in fp32, too."""
 
 
