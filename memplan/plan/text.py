@@ -257,7 +257,8 @@ def checksum(content: object) -> str:
 
 _LINE = pattern(
     r"(?P<section>  )?(?P<key>[A-Za-z0-9_]+):"
-    r"(?: (?:\"(?P<quoted>[^\"\\]*)\"|(?P<plain>[A-Za-z0-9.](?:[-A-Za-z0-9_.,;/+()| ]*[-A-Za-z0-9_.,;/+()|])?)))?"
+    r"(?: (?:\"(?P<quoted>[^\"\\]*)\"|(?P<plain>[A-Za-z0-9.](?:[-A-Za-z0-9_.,;/+()| ]*[-A-Za-z0-9_.,;/+()|])?"
+    r"|[A-Za-z](?:[-A-Za-z0-9_.,;/+()| ]|:(?! ))*[-A-Za-z0-9_.,;/+()|])))?"
 )
 """A line of a simple document: a field, alone or in a section, with a value that has one meaning in all of YAML."""
 
