@@ -7,12 +7,11 @@ A model is an entry of ``memplan/learned/models.json`` with its ``config.json`` 
 left alone, unless ``--again``; files of other settings than a plan asks for today are removed. ``--renew`` takes
 those that another tracer made, traces each model at a dozen points that it was not learnt at, and writes the fit
 anew where they are what it says, with what operators do; else it learns it. ``--zero-3`` learns what DeepSpeed's
-stage 3 needs, too, and ``--fp32`` parameters in fp32, both of which few models ship with. ``--adapters``
-learns LoRA of any rank on models whose fits are there
-(``adapted``): peft's own targets, else queries and values, and all linear layers; with ``--dropout``, or where it is
-there already, dropout on the input of adapters, too. ``--check`` learns nothing: it counts
-the parameters of each model as transformers makes it, and names fits that another tracer made. ``pytest -m slow
-tests/trace/test_built_in.py`` traces each beside its fit.
+stage 3 needs, too, and ``--fp32`` parameters in fp32, both of which few models ship with. ``--adapters`` learns LoRA
+of any rank on models whose fits are there (``adapted``): peft's own targets, else queries and values, and all linear
+layers; with ``--dropout``, or where it is there already, dropout on the input of adapters, too. ``--check`` learns
+nothing: it counts the parameters of each model as transformers makes it, and names fits that another tracer made.
+``pytest -m slow tests/trace/test_built_in.py`` traces each beside its fit.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 """Another key's value, as OmegaConf writes it."""
 
 
-UNKNOWN = "${?}"
+_UNKNOWN = "${?}"
 """A value that no command can say."""
 
 
@@ -192,7 +192,7 @@ def _for_shell(written: Node, node: Node) -> Node:
         return node
     text = for_shell(node.value, lambda path: one.value if (one := _at(written, path)) is not None else None)
     if text is None:
-        return Node(UNKNOWN, node.origin)
+        return Node(_UNKNOWN, node.origin)
     return Node(int(text) if text.isdecimal() else text, node.origin)
 
 
@@ -204,7 +204,7 @@ def _said(flag: str, node: Node, shortened: str) -> str:
         return flag.strip()
     if flag in _SIZES and node.value == 1:
         return ""
-    if node.value == UNKNOWN:
+    if node.value == _UNKNOWN:
         return f"{flag} {'NAME' if flag == '--model' else 'N'}"
     items = node.value if isinstance(node.value, list) else [node]
     if isinstance(node.value, dict) or any(isinstance(item.value, (dict, list)) for item in items):

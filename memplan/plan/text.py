@@ -255,12 +255,14 @@ def checksum(content: object) -> str:
 # -- yaml events ---------------------------------------------------------------------------------------
 
 
+_WORD = r"-A-Za-z0-9_.,;/+()|"
 _LINE = pattern(
     r"(?P<section>  )?(?P<key>[A-Za-z0-9_]+):"
-    r"(?: (?:\"(?P<quoted>[^\"\\]*)\"|(?P<plain>[A-Za-z0-9.](?:[-A-Za-z0-9_.,;/+()| ]*[-A-Za-z0-9_.,;/+()|])?"
-    r"|[A-Za-z](?:[-A-Za-z0-9_.,;/+()| ]|:(?! ))*[-A-Za-z0-9_.,;/+()|])))?"
+    rf"(?: (?:\"(?P<quoted>[^\"\\]*)\"|(?P<plain>[A-Za-z0-9.](?:[{_WORD} ]*[{_WORD}])?"
+    rf"|[A-Za-z](?:[{_WORD} ]|:(?! ))*[{_WORD}])))?"
 )
-"""A line of a simple document: a field, alone or in a section, with a value that has one meaning in all of YAML."""
+"""A line of a simple document: a field, alone or in a section, with a value that has one meaning in all of YAML. Behind
+a letter that may have colons, as ``mistral:7b``; ``1:30`` is a number in YAML 1.1."""
 
 
 def parse_yaml(text: str, source: str, *, line: bool = True) -> Node:

@@ -22,8 +22,9 @@ CASES = 100
 FEW = {"estimates": 25, "estimate-files": 25, "record-imports": 10, "record-databases": 10}
 """Cases of targets that take long each."""
 PATIENT = 20.0
-"""Seconds that a case may take here, on whatever machine; ``driver.SECONDS`` is for a quiet one. A report of GPT-3's 96
-layers and of the changes that help takes 5 on one of a third of the usual speed, and a case has several widths."""
+"""Seconds of the process's own time that a case may take here, on whatever machine; ``driver.SECONDS``, 2, is for a
+quiet one. The longest, GPT-3's 96 layers and the changes that help, makes three reports of 4 to 6 seconds each on a
+machine of a third of the usual speed."""
 
 
 @pytest.mark.parametrize("name", TARGETS)

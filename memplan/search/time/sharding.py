@@ -68,9 +68,11 @@ def _traffic(replicas: Replicas, rank: Exchange, groups: int, flat: bool) -> Tra
     owners, trained = replicas.own.owners(replicas), rank.trained / rank.held
     element, gradient = shape.element, replicas.gradient
     same = group(replicas.own.expert_owners(replicas), shape.ranks.ep * shape.ranks.etp, rates.node)
-    unpacked, packed = 2 * element, element + gradient
     if flat:
-        unpacked, packed = 0, 2 * element + 2 * gradient + (element + gradient if gradient != element else 0)
+        cast = element + gradient if gradient != element else 0
+        unpacked, packed = 0, 2 * element + 2 * gradient + cast
+    else:
+        unpacked, packed = 2 * element, element + gradient
     return Traffic(
         rates,
         group(owners, plan.layout.tp, rates.node),
