@@ -76,6 +76,7 @@ class Search:
         self._waiting: list[Candidate] = []
         self._too_large_from: dict[Point, int] = {}
         """The smallest micro-batch with which a layout's tensors were too much."""
+        self._rooms: dict[Point, int] = {}
         self._points = Candidates(space, clock, self.needs, self.requestable)
         self._groups = list[Group]()
         for group in self._points:
@@ -207,11 +208,11 @@ class Search:
         for candidate in self._by_time(lambda one: _kind(one.point) not in found):
             if candidate.seconds > latest:
                 break
-            suggestion = self._requestable(candidate)
-            overhead = 0
+            room = self._room(candidate)
+            suggestion = self._requestable(candidate, room)
             outside = 0 if suggestion is None else self._most_outside(suggestion)
             if suggestion is not None and suggestion.requested + outside > self.limit:
-                overhead = outside - self.beyond
+                room = self.limit - outside
             elif suggestion is not None:
                 replayed = self.replayed_fullest(suggestion, tells_retries=not found and retrying is None)
                 if not found and replayed.fits and (self._is_whole(suggestion) or not _is_steady(replayed)):
@@ -224,8 +225,8 @@ class Search:
                     continue
                 if replayed.is_safe and retrying is None and not found:
                     retrying = replayed
-                overhead = max(0, replayed.reading - suggestion.requested - self.beyond)
-            self._waiting += self._fitted(candidate, self.requestable - overhead)
+                room = min(room, suggestion.requested - max(1, replayed.reading - self.limit))
+            self._waiting += self._fitted(candidate, room)
         if retrying is None or (wanted == 1 and found):
             return list(found.values())
         if not found:
@@ -301,14 +302,30 @@ class Search:
             else:
                 self._waiting.append(self._timed(candidate))
 
-    def _requestable(self, candidate: Candidate) -> Suggestion | None:
-        """What it needs, if its tensors fit. A layout that was too large with a smaller micro-batch is not built."""
+    def _room(self, candidate: Candidate) -> int:
+        """Bytes that its tensors may request beside what lies outside PyTorch on the stage that has least of that.
+        Stages between the ends differ in no more than one, which has a word table of its own."""
+        key = candidate.point._replace(recompute=NO_RECOMPUTE)
+        if key not in self._rooms:
+            try:
+                plan = resolve(self._plan(candidate))
+            except PlanError:  # told where it is folded
+                return self.requestable
+            pp = plan.layout.pp
+            stages = {*range(min(pp, 3)), pp - 1}
+            least = min(outside_range(causes(plan, stage, self.known))[1] for stage in stages)
+            self._rooms[key] = min(self.requestable, self.limit - least)
+        return self._rooms[key]
+
+    def _requestable(self, candidate: Candidate, room: int) -> Suggestion | None:
+        """What it needs, if its tensors fit. A layout that was too large with a smaller micro-batch is not built, nor
+        one whose floor is: once it was fitted, that is the floor of another cut, or of fewer recomputed layers."""
         chain, mbs = candidate.point._replace(mbs=0), candidate.point.mbs
         known = self._too_large_from.get(chain, mbs + 1)
-        if candidate.floor > self.requestable or (not self.asked.chooses_cut and known <= mbs):
+        if (not candidate.fitted and candidate.floor > room) or (not self.asked.chooses_cut and known <= mbs):
             return None
-        suggestion = self.folded(candidate, self.requestable)
-        if suggestion is None or suggestion.requested <= self.requestable:
+        suggestion = self.folded(candidate, room)
+        if suggestion is None or suggestion.requested <= room:
             return suggestion
         self._too_large_from[chain] = min(known, mbs)
         return None

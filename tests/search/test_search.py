@@ -369,6 +369,29 @@ def test_the_answer_is_that_of_evaluating_everything(fixed: dict[str, object]) -
     assert closest.requested == sizes[0]
 
 
+@pytest.mark.parametrize(("vpp", "counts"), [(1, (1, 2, 3, 4)), (2, (1, 2))])
+def test_few_layers_are_recomputed_where_a_bound_without_recompute_is_too_much(
+    vpp: int, counts: tuple[int, ...]
+) -> None:
+    """Half of Llama 3 8B on four stages, with as much memory as each number of recomputed layers needs, cut as is
+    fastest."""
+    flags = {"model": "llama-3-8b", "layers": "16", "seq": "8192", "gbs": "32", "gpus": "4"}
+    base = read_plan(None, {**flags, "framework": "megatron", "gpu": "h100-80gb"}).plan
+    layout = {"layout.tp": 1, "layout.pp": 4, "layout.vpp": vpp, "layout.cp": 1, "layout.zero": 0, "batch.mbs": 1}
+    few = space_of(base, filled(base), {**layout, "megatron.cross_entropy_fusion": "none"})
+    times, plain = Clock(few), next(iter(few))
+    cut, _ = times.fastest(plain)
+    bound = searched(times, UNLIMITED).needs.floor(plain, cut)
+    tight = 0
+    for count in counts:
+        known = evaluated(few, plain._replace(recompute=Recomputing("full", "block", count)), cut)
+        assert known is not None
+        (best,) = searched(times, known[2]).fastest(1)
+        assert (best.seconds, best.requested) == (pytest.approx(known[1], rel=1e-9), known[2])
+        tight += bound > known[2]
+    assert tight
+
+
 def test_the_answer_of_models_with_experts() -> None:
     """Expert-parallel sizes, either division of an expert, and every cut of a dense layer and three with experts."""
     flags = {"layers": "4", "dense-layers": "0", "vocab": "64000", "gbs": "64"}

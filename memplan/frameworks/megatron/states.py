@@ -418,6 +418,8 @@ def saved(kept: Kept, rules: Rules) -> int:
     is cast for the state dictionary (``_get_main_param_and_optimizer_states``, FusedAdam's ``get_unscaled_state``), to
     save it, and to load into it."""
     casts = rules.saved_in_fp32
+    if not casts:
+        return 0
     return sum(rounded(4 * prod(one.shape)) for one in kept.states if isinstance(one, Hold) and one.name in casts)
 
 
