@@ -44,6 +44,25 @@ def test_factors_of_the_most_loaded_rank(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("imbalance", "said"), [("1.5", "1.5 times the mean"), ("worst", "the worst, 4 times the mean")]
+)
+@pytest.mark.parametrize(("seq", "fits"), [("1024", True), ("2048", False)])
+def test_an_imbalance_that_does_not_fit_is_said_to(imbalance: str, said: str, seq: str, fits: bool) -> None:
+    """Two of eight experts get a token, a rank gets four times the mean at most."""
+    flags = {
+        "model": "mixtral-8x7b", "framework": "megatron", "gpus": "8", "ep": "8", "layers": "16", "seq": seq,
+        "gpu": "a100-80gb", "zero": "1", "mbs": "1" if fits else "2", "gbs": "16",
+    }  # fmt: skip
+    plan = read_plan(None, flags).plan
+    whole = estimate(resolve(plan))
+    assert whole.judged.verdict.fits
+    (notice,) = [one for one in whole.warnings if one.code == "experts-imbalance"]
+    assert f"({said}{'' if fits else ': does not fit'})" in notice.message
+    uneven = plan.model_copy(update={"experts": plan.experts.model_copy(update={"imbalance": imbalance})})
+    assert estimate(resolve(uneven)).judged.verdict.fits is fits
+
+
+@pytest.mark.parametrize(
     ("text", "line"),
     [
         ("[", "is not JSON"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
+from ...device.measured import NOTHING, causes, outside_range
 from ...layers.megatron_core import offload
 from ...layers.module import Options
 from ...notices import tied_head
@@ -259,7 +261,11 @@ def _imbalance(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Noti
     sent = shape.routed.sent
     worst = replace(shape, experts=replace(experts, imbalance=float(experts.ep))).routed.received / sent
     names = {"balanced": "balanced", "1.5": "1.5 times the mean", "worst": f"the worst, {worst:g} times the mean"}
-    parts = [f"{size(_peak(plan, given))} ({name})" for given, name in names.items() if given != "1.5" or worst > 1.5]
+    outside, _ = outside_range(causes(plan, 0, NOTHING))
+    room = inf if plan.hardware.capacity is None else plan.hardware.capacity - outside
+    peaks = {name: _peak(plan, given) for given, name in names.items() if given != "1.5" or worst > 1.5}
+    told = {name for name, peak in peaks.items() if peak > room >= peaks["balanced"]}
+    parts = [f"{size(peak)} ({name}{': does not fit' if name in told else ''})" for name, peak in peaks.items()]
     yield Notice(
         "experts-imbalance",
         f"the peak depends on how many tokens the most loaded rank's experts get: {', '.join(parts)}, as requested "
