@@ -392,6 +392,47 @@ def test_few_layers_are_recomputed_where_a_bound_without_recompute_is_too_much(
     assert tight
 
 
+REAL = {
+    "Megatron-DeepSpeed": {
+        "model": "bigscience-104b", "framework": "megatron-deepspeed", "layers": "30", "gpus": "64", "gpu": "v100-32gb",
+        "gbs": "64", "seq": "2048", "dtype": "fp16", "tp": "4",
+    },
+    "Megatron-Core": {
+        "model": "llama-3-8b", "framework": "megatron", "gpus": "4", "gpu": "a100-80gb", "gbs": "32", "seq": "8192",
+        "pp": "2", "tp": "1", "cp": "1", "vpp": "1",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_nothing_faster_fits(name: str) -> None:
+    """Of all layouts that keep the numbers, with every number of recomputed layers, cut as is fastest, beside what lies
+    outside of PyTorch: none that takes less time than the answer fits without a retry."""
+    flags = REAL[name]
+    fixed = {f"layout.{size}": int(flags[size]) for size in ("tp", "pp", "cp", "vpp") if size in flags}
+    sought = Sought(read_plan(None, flags).plan, fixed, "time", 1, lambda what, done, of: None, NOTHING)
+    space, times = sought._space, Clock(sought._space)
+    (best,) = sought._search_of(space).fastest(1)
+    faster = 0
+    for plain in (point for point in space if point.keeps_numerics):
+        most = -(-space.base.model.layers // (plain.pp * plain.vpp))
+        blocks = [Recomputing("full", "block", count) for count in range(1, most + 1)]
+        for point in (plain, *(plain._replace(recompute=one) for one in blocks if plain.recompute == Recomputing())):
+            try:
+                cut, _ = times.fastest(plain)
+                seconds = times.seconds(point, cut)
+            except PlanError:
+                continue
+            if seconds < best.seconds * (1 - 1e-9):
+                faster += 1
+                whole = evaluated(space, point, cut)
+                if whole is not None and whole[2] <= sought.limit:
+                    given = space.plan(point, dict(fields_of(space.base.framework, cut)))
+                    judged = estimate(changed(given, {"headroom": sought.base.headroom})).judged
+                    assert judged.retries or judged.verdict in (Verdict.TIGHT, Verdict.DOES_NOT_FIT), point
+    assert faster > 20
+
+
 def test_the_answer_of_models_with_experts() -> None:
     """Expert-parallel sizes, either division of an expert, and every cut of a dense layer and three with experts."""
     flags = {"layers": "4", "dense-layers": "0", "vocab": "64000", "gbs": "64"}
