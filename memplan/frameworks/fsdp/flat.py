@@ -428,7 +428,8 @@ def _at_once(units: Sequence[Flat], ahead: bool) -> int:
     return 2 if all(unit.trained for unit in units) else 3
 
 
-def wrapped(units: Sequence[Flat], ranks: int, ahead: bool, *, mixed: bool, copying: float | None = None) -> Tape:
+@lru_cache(maxsize=64)
+def wrapped(units: tuple[Flat, ...], ranks: int, ahead: bool, *, mixed: bool, copying: float | None = None) -> Tape:
     """What comes and goes until every unit is flat; ``copying`` as of ``wrapping``."""
     root, *others = units
     in_order = (*others, root)
@@ -439,7 +440,7 @@ def wrapped(units: Sequence[Flat], ranks: int, ahead: bool, *, mixed: bool, copy
     return wrapping(made, ranks, _at_once(units, ahead), copying)
 
 
-def wrapping_of(plan: ResolvedPlan, units: Sequence[Flat], ahead: bool) -> dict[str, Any]:
+def wrapping_of(plan: ResolvedPlan, units: tuple[Flat, ...], ahead: bool) -> dict[str, Any]:
     """What a program says of the time before its first iteration."""
     how = partial(wrapped, units, plan.layout.dp, ahead, mixed=plan.precision.autocast)
     if not on_meta(plan):
