@@ -1,9 +1,10 @@
 """Where a plan does not fit: the cheapest changes with which it does.
 
 Changes are those of ``proposals``. Each is folded, which takes milliseconds; then, from the cheapest on, those whose
-tensors fit are replayed, until enough of different kinds are found. Where too few are enough by themselves, others are
-tried on top of those that gain most. What fits with retries alone is named where the plan itself does not run, and
-counts as something that costs more than time.
+tensors fit are replayed, until enough of different kinds are found. Beside these, changes that cost little time for
+what they gain are added up until they fit together. Where too few are found, others are tried on top of those that gain
+most. What fits with retries alone is named where the plan itself does not run, and counts as something that costs more
+than time.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from math import inf
 
 from ..device.measured import Measured, least_context
 from ..estimate import judged_ends
+from ..plan.checks import listed
 from ..plan.errors import PlanError
 from ..plan.fields import flags_of
 from ..plan.implied import meant
@@ -37,6 +39,8 @@ and of 173 plans that did not fit none had to replay more than eight to name its
 LAYERS = 6000
 """Layers that are folded, of all plans together, before no further changes are tried together: a second or two."""
 
+LITTLE = 0.5
+"""Less than this part of a step's time is little: full recompute, or half a micro-batch, not what passes the host."""
 COSTS_BESIDE_TIME = 0.25
 """What a change of the training's numbers, of the GPUs or of their number, or each retry of an iteration counts as in
 the order of the ways, in parts of a step's time: a rule of this list, which changes no figure. Those before the
@@ -72,7 +76,7 @@ class _Tried:
 
     @property
     def what(self) -> str:
-        return " and ".join(one.what for one in self.proposed)
+        return listed([one.what for one in self.proposed], "and")
 
     @property
     def paths(self) -> frozenset[str]:
@@ -87,6 +91,16 @@ class _Tried:
     def costs_more(self) -> bool:
         """Than time."""
         return any(one.costs for one in self.proposed)
+
+    @property
+    def costs_little(self) -> bool:
+        """Little time, and nothing else."""
+        return not self.costs_more and (self.slower or 0.0) < LITTLE
+
+    @property
+    def degree(self) -> str:
+        """Of a single change, what it does more or less of than others."""
+        return self.proposed[0].degree_of
 
     @property
     def is_replayed(self) -> bool:
@@ -161,7 +175,7 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = T
         every = list(proposals(given, room.tensors))
     except PlanError:
         return ()
-    changes = _Changes(given, room, known, is_stuck=estimate.judged.verdict is not Verdict.RETRIES)
+    changes = _Changes(given, every, room, known, is_stuck=estimate.judged.verdict is not Verdict.RETRIES)
     left = MOST_REPLAYED
     found: list[_Tried] = []
     folded = [one for proposal in every for one in changes.folded((proposal,))]
@@ -172,11 +186,14 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = T
     most = {one.degree_of: one for one in reversed(by_gain)}
     by_gain = [one for one in by_gain if not one.degree_of or most[one.degree_of] is one]
     for together in range(1, TOGETHER + 1):
-        fitting, left = changes.fitting(tried, left, WAYS - len(found))
+        fitting, left = changes.fitting(tried, found, left)
         for one in fitting:
-            least, left = changes.no_more_than_enough(one, every, left)
+            least, left = changes.no_more_than_enough(one, left)
             found.append(least)
-        if len(found) == WAYS or left <= 0 or (found and together > 1):
+        if together == 1:
+            added, left = changes.added_up(single, fitting, left)
+            found += added
+        if len(found) >= WAYS or left <= 0 or (found and together > 1):
             break
         kinds = {one.kind for one in found}
         enough = {one.what for one in (*found, *(other for other in folded if other.kind in kinds and other.may_fit))}
@@ -217,10 +234,12 @@ def _cheapest(found: Sequence[_Tried], retrying: Sequence[_Tried]) -> list[_Trie
 
 
 class _Changes:
-    """Changes of a plan that does not fit: ``given``, which has ``room``."""
+    """Changes of a plan that does not fit: ``every`` one that is proposed of ``given``, which has ``room``."""
 
-    def __init__(self, given: Suggestion, room: _Room, known: Measured, *, is_stuck: bool) -> None:
-        self.given, self.room, self.known = given, room, known
+    def __init__(
+        self, given: Suggestion, every: Sequence[Proposal], room: _Room, known: Measured, *, is_stuck: bool
+    ) -> None:
+        self.given, self.every, self.room, self.known = given, every, room, known
         self.is_stuck = is_stuck
         """It does not run as it is."""
         self.retrying: list[_Tried] = []
@@ -238,12 +257,13 @@ class _Changes:
         except PlanError:
             return
 
-    def fitting(self, tried: Sequence[_Tried], left: int, wanted: int) -> tuple[list[_Tried], int]:
-        """The cheapest of different kinds that fit, and how many more may be replayed."""
+    def fitting(self, tried: Sequence[_Tried], known: Sequence[_Tried], left: int) -> tuple[list[_Tried], int]:
+        """The cheapest that fit, of other kinds than one another and those that are ``known``, and how many more may be
+        replayed."""
         found: list[_Tried] = []
-        kinds: set[frozenset[str]] = set()
+        kinds, wanted = {one.kind for one in known}, WAYS - len(known)
         for one in sorted(tried, key=lambda one: one.price):
-            if len(found) == wanted or left <= 0:
+            if len(found) >= wanted or left <= 0:
                 break
             if one.after.requested > one.room.tensors or one.kind in kinds:
                 continue
@@ -253,13 +273,62 @@ class _Changes:
                 kinds.add(one.kind)
         return found, left
 
-    def no_more_than_enough(self, one: _Tried, every: Sequence[Proposal], left: int) -> tuple[_Tried, int]:
+    def added_up(self, single: Sequence[_Tried], enough: Sequence[_Tried], left: int) -> tuple[list[_Tried], int]:
+        """Changes that fit together, beside those that are ``enough`` alone, and how many more may be replayed: of what
+        costs little time, and nothing else, that which gains most for it. Each further way, if too few are known, is
+        without what gained most in the one before."""
+        found: list[_Tried] = []
+        worth = [one for one in single if one.costs_little and self._gain(one) > 0 and not one.may_fit]
+        most = {one.degree: one for one in sorted(worth, key=self._gain)}
+        worth = [one for one in worth if not one.degree or most[one.degree] is one]
+        worth.sort(key=lambda one: (one.slower or 0.0) / self._gain(one))
+        while len(worth) > 1 and left > 0 and (not found or len(found) + len(enough) < WAYS):
+            together, left = self._together(worth, left)
+            if together is None:
+                break
+            if together.kind not in {one.kind for one in found}:
+                found.append(together)
+            worth.remove(max((one for one in worth if one.proposed[0] in together.proposed), key=self._gain))
+        return found, left
+
+    def _gain(self, one: _Tried) -> int:
+        return self.given.requested - one.after.requested
+
+    def _together(self, worth: Sequence[_Tried], left: int) -> tuple[_Tried | None, int]:
+        """The first of ``worth`` until they fit, each in the place of what it clashes with; then no more of them than
+        is enough, and none that the others can do without."""
+        latest: _Tried | None = None
+        for one in worth:
+            before = () if latest is None else latest.proposed
+            kept = [part for part in before if not _clash(*one.proposed, (part,))]
+            for tried in self.folded((*kept, *one.proposed)):
+                if latest is None or tried.after.requested < latest.after.requested:
+                    latest = tried
+                    if latest.may_fit and left > 0:
+                        left -= 1
+                        self.replay(latest)
+            if latest is not None and latest.fits:
+                break
+        if latest is None or not latest.fits:
+            return None, left
+        latest, left = self.no_more_than_enough(latest, left)
+        for one in reversed(worth):
+            fewer = tuple(part for part in latest.proposed if part is not one.proposed[0])
+            if len(fewer) in (0, len(latest.proposed)):  # it is alone, or not among them
+                continue
+            for tried in self.folded(fewer):
+                if tried.may_fit and left > 0:
+                    left -= 1
+                    latest = tried if self.replay(tried) else latest
+        return latest, left
+
+    def no_more_than_enough(self, one: _Tried, left: int) -> tuple[_Tried, int]:
         """``one``, which fits, or a cheaper one with less of what it does, and how many more may be replayed."""
         parts = one.proposed
         others = [
             tried
             for at, part in enumerate(parts if len(parts) > 1 else ())
-            for other in every
+            for other in self.every
             if part.degree_of and other.degree_of == part.degree_of and other != part
             for tried in self.folded((*parts[:at], other, *parts[at + 1 :]))
             if tried.price < one.price and tried.may_fit
@@ -291,10 +360,21 @@ class _Changes:
             for other in others:
                 together = (*start.proposed, other)
                 names = frozenset(one.what for one in together)
-                if other.fields.keys() & start.paths or names in begun:
+                if _clash(other, start.proposed) or names in begun:
                     continue
                 begun.add(names)
                 yield from self.folded(together)
+
+
+def _clash(proposal: Proposal, others: Sequence[Proposal]) -> bool:
+    """It gives a field another value than one of ``others`` does, or does all or a part of what that does."""
+    given = proposal.fields.items()
+    return any(
+        any(other.fields.get(path, value) != value for path, value in given)
+        or given <= other.fields.items()
+        or other.fields.items() <= given
+        for other in others
+    )
 
 
 def _least(one: _Tried) -> tuple[int, tuple[float, int, int]]:

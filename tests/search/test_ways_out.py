@@ -13,8 +13,10 @@ from memplan.device.measured import NOTHING
 from memplan.estimate import estimate
 from memplan.plan.read import read_plan
 from memplan.result import Verdict
+from memplan.search.changes import proposals, stated
 from memplan.search.point import changed
 from memplan.search.ways_out import WAYS, ways_out
+from memplan.values import replace
 
 TOO_LARGE: dict[str, tuple[str | None, dict[str, str]]] = {
     "a pipeline": ("bigscience-104b-250k", {"mbs": "8"}),
@@ -142,18 +144,44 @@ def test_what_gains_most_is_replayed_after_cheaper_ones_that_are_not_enough(monk
         assert after.judged.verdict is Verdict.FITS
 
 
-def test_a_way_stands_behind_more_that_are_not_enough() -> None:
-    """Tensors of five changes fit a 40 GB card, but not what the allocator reserves for them (each estimate says so);
-    the sixth, which recomputes the MLP beside more tensor parallelism, needs no retry."""
-    flags = {"model": "llama-3-8b", "framework": "megatron", "gpu": "a100-40gb", "gpus": "8", "tp": "2", "pp": "2"}
-    plan = read_plan(None, {**flags, "mbs": "4", "seq": "4096"}).plan
-    way, *others = ways_out(plan, estimate(plan), NOTHING)
-    assert way.fits
-    assert all(other.judged.retries for other in others)
-    assert way.what == "tp 2 → 4 and recompute of mlp"
+@pytest.mark.parametrize(
+    ("flags", "what", "dearer"),
+    [
+        (
+            {"model": "llama-3-8b", "gpu": "a100-40gb", "gpus": "8", "tp": "2", "pp": "2", "mbs": "4", "seq": "4096"},
+            "micro-batch 4 → 1 and distributed optimizer",
+            {"layout.tp": 4, "recompute.mode": "selective", "recompute.modules": ("mlp",)},
+        ),
+        (
+            {"model": "llama-3-70b", "gpu": "h100", "gpus": "32", "tp": "8", "pp": "2", "mbs": "2", "gbs": "64"},
+            "sequence parallelism and distributed optimizer",
+            {"recompute.mode": "full", "layout.zero": 1},
+        ),
+        (
+            {"model": "qwen3-30b-a3b", "gpu": "h100", "gpus": "16", "ep": "8", "mbs": "2", "gbs": "64"},
+            "distributed optimizer, pp 1 → 2 and full recompute of 6 of 48 layers",
+            {"layout.tp": 2, "layout.dp": None, "layout.sequence_parallel": True, "layout.zero": 1},
+        ),
+    ],
+)
+def test_what_costs_little_is_added_up(flags: dict[str, str], what: str, dearer: dict[str, object]) -> None:
+    """Changes that are not enough alone, nor without any one of them, come before a ``dearer`` one that is: what gains
+    most, with one change on top."""
+    plan = read_plan(None, {"framework": "megatron", "seq": "4096", **flags}).plan
+    whole = estimate(plan)
+    way = ways_out(plan, whole, NOTHING)[0]
+    assert (way.what, way.fits, way.costs) == (what, True, "")
     assert estimate(changed(plan, dict(way.fields))).judged.verdict is Verdict.FITS
-    alone = {path: value for path, value in way.fields if not path.startswith("recompute.")}
-    assert estimate(changed(plan, alone)).judged.verdict is not Verdict.FITS
+    given = replace(stated(plan), estimate=whole)
+    of_it = [one for one in proposals(given, 1 << 60) if dict(way.fields).items() >= one.fields.items()]
+    assert len(of_it) == what.count(",") + 2
+    for left_out in of_it:
+        rest = {path: value for one in of_it if one != left_out for path, value in one.fields.items()}
+        assert estimate(changed(plan, rest)).judged.verdict is not Verdict.FITS
+    other = changed(plan, {"batch.gbs": whole.plan.batch.gbs, **dearer})
+    assert estimate(other).fits
+    assert way.slower is not None
+    assert stated(other).seconds > given.seconds * (1 + way.slower) * 1.05
 
 
 def test_what_fits_with_retries_alone_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +238,8 @@ def test_what_ends_no_retry_is_not_added_to_what_runs() -> None:
     flags = {"model": "deepseek-v3", "framework": "fsdp", "fsdp-code": "torchtitan", "gpu": "h100"}
     plan = read_plan(None, {**flags, "gpus": "512", "ep": "8", "pp": "8"}).plan
     first, second = ways_out(plan, estimate(plan), NOTHING)
-    assert first.what == f"{second.what} and expandable segments"
+    assert second.what == "full recompute and ep 8 → 16"
+    assert first.what == "full recompute, ep 8 → 16 and expandable segments"
     assert [way.judged.retries_in_iteration for way in (first, second)] == [1, 2]
     assert first.slower == second.slower
 
@@ -228,12 +257,12 @@ def test_no_more_is_changed_than_is_enough() -> None:
     ]
     assert f"micro-batch 32 → {fitting[0]}" in ways
     assert not any(f"micro-batch 32 → {size}" in ways for size in fitting[1:])
-    flags = {"model": "llama-3-8b", "framework": "megatron", "gpus": "8", "gpu": "h100", "mbs": "7", "tp": "2"}
-    plan = read_plan(None, {**flags, "zero": "1"}).plan
+    flags = {"model": "llama-3-8b", "framework": "megatron", "gpus": "2", "gpu": "h100", "layers": "24", "tp": "2"}
+    plan = read_plan(None, {**flags, "seq": "16384", "sequence-parallel": "true"}).plan
     (way,) = (way for way in ways_out(plan, estimate(plan), NOTHING) if "recompute" in way.what)
     fields = dict(way.fields)
     assert estimate(changed(plan, fields)).judged.verdict is Verdict.FITS
-    less = {**fields, "recompute.layers": fields["recompute.layers"] - 4}
+    less = {**fields, "recompute.layers": fields["recompute.layers"] - 3}
     if not less["recompute.layers"]:
         less = {path: value for path, value in fields.items() if not path.startswith("recompute.")}
     assert estimate(changed(plan, less)).judged.verdict is not Verdict.FITS
@@ -377,7 +406,7 @@ def test_a_job_need_not_evaluate() -> None:
     [
         (
             {"model": "llama-3-70b", "tp": "4", "gpus": "64", "gpu": "b200", "seq": "32768", "gbs": "128"},
-            "tp 4 → 8 and distributed optimizer",
+            "distributed optimizer and tp 4 → 8",
         ),
         (
             {"model": "gpt3-175b", "tp": "8", "pp": "8", "gpus": "64", "gpu": "a100-40gb", "seq": "2048", "gbs": "64"},
