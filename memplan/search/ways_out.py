@@ -99,8 +99,13 @@ class _Tried:
 
     @property
     def degree(self) -> str:
-        """Of a single change, what it does more or less of than others."""
+        """Of a single change, what it does more or less of than others, if anything."""
         return self.proposed[0].degree_of
+
+    @property
+    def degrees(self) -> frozenset[str]:
+        """Of several."""
+        return frozenset(one.degree_of for one in self.proposed if one.degree_of)
 
     @property
     def is_replayed(self) -> bool:
@@ -176,7 +181,6 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = T
     except PlanError:
         return ()
     changes = _Changes(given, every, room, known, is_stuck=estimate.judged.verdict is not Verdict.RETRIES)
-    left = MOST_REPLAYED
     found: list[_Tried] = []
     folded = [one for proposal in every for one in changes.folded((proposal,))]
     single = tried = [one for one in folded if not one.on_another]
@@ -186,14 +190,10 @@ def ways_out(plan: Plan, estimate: Estimate, known: Measured, *, named: bool = T
     most = {one.degree_of: one for one in reversed(by_gain)}
     by_gain = [one for one in by_gain if not one.degree_of or most[one.degree_of] is one]
     for together in range(1, TOGETHER + 1):
-        fitting, left = changes.fitting(tried, found, left)
-        for one in fitting:
-            least, left = changes.no_more_than_enough(one, left)
-            found.append(least)
+        found += map(changes.no_more_than_enough, changes.fitting(tried, found))
         if together == 1:
-            added, left = changes.added_up(single, fitting, left)
-            found += added
-        if len(found) >= WAYS or left <= 0 or (found and together > 1):
+            found += changes.added_up(single, found)
+        if len(found) >= WAYS or not changes.left or (found and together > 1):
             break
         kinds = {one.kind for one in found}
         enough = {one.what for one in (*found, *(other for other in folded if other.kind in kinds and other.may_fit))}
@@ -242,59 +242,62 @@ class _Changes:
         self.given, self.every, self.room, self.known = given, every, room, known
         self.is_stuck = is_stuck
         """It does not run as it is."""
+        self._folded: dict[frozenset[str], list[_Tried]] = {}
+        self.left = MOST_REPLAYED
+        """How many more may be replayed."""
         self.retrying: list[_Tried] = []
         """What was found to fit with retries alone, where that is better than ``given``; the cheapest first."""
 
-    def folded(self, together: tuple[Proposal, ...]) -> Iterator[_Tried]:
+    def folded(self, together: tuple[Proposal, ...]) -> list[_Tried]:
         """What comes of them, if the framework runs them; on another GPU within its own memory."""
-        plan = self.given.plan
-        for one in together:
-            plan = changed(plan, one.fields)
-        try:
-            after = stated(plan)
-            same = plan.hardware == self.given.plan.hardware
-            yield _Tried(together, after, self.given, self.room if same else _Room.of(resolve(plan), self.known))
-        except PlanError:
-            return
+        key = frozenset(one.what for one in together)
+        if key not in self._folded:
+            plan = self.given.plan
+            for one in together:
+                plan = changed(plan, one.fields)
+            try:
+                after = stated(plan)
+                room = self.room if plan.hardware == self.given.plan.hardware else _Room.of(resolve(plan), self.known)
+                self._folded[key] = [_Tried(together, after, self.given, room)]
+            except PlanError:
+                self._folded[key] = []
+        return self._folded[key]
 
-    def fitting(self, tried: Sequence[_Tried], known: Sequence[_Tried], left: int) -> tuple[list[_Tried], int]:
-        """The cheapest that fit, of other kinds than one another and those that are ``known``, and how many more may be
-        replayed."""
+    def fitting(self, tried: Sequence[_Tried], known: Sequence[_Tried]) -> list[_Tried]:
+        """The cheapest that fit, of other kinds than one another and those that are ``known``."""
         found: list[_Tried] = []
         kinds, wanted = {one.kind for one in known}, WAYS - len(known)
         for one in sorted(tried, key=lambda one: one.price):
-            if len(found) >= wanted or left <= 0:
+            if len(found) >= wanted or not self.left:
                 break
-            if one.after.requested > one.room.tensors or one.kind in kinds:
-                continue
-            left -= 1
-            if self.replay(one):
+            if one.after.requested <= one.room.tensors and one.kind not in kinds and self.tells_fit(one):
                 found.append(one)
                 kinds.add(one.kind)
-        return found, left
+        return found
 
-    def added_up(self, single: Sequence[_Tried], enough: Sequence[_Tried], left: int) -> tuple[list[_Tried], int]:
-        """Changes that fit together, beside those that are ``enough`` alone, and how many more may be replayed: of what
-        costs little time, and nothing else, that which gains most for it. Each further way, if too few are known, is
-        without what gained most in the one before."""
+    def added_up(self, single: Sequence[_Tried], enough: Sequence[_Tried]) -> list[_Tried]:
+        """Changes that fit together, beside those that are ``enough`` alone: of what costs little time, and nothing
+        else, that which gains most for it. Each further way, if too few are known, is without what gained most in the
+        one before."""
         found: list[_Tried] = []
         worth = [one for one in single if one.costs_little and self._gain(one) > 0 and not one.may_fit]
         most = {one.degree: one for one in sorted(worth, key=self._gain)}
         worth = [one for one in worth if not one.degree or most[one.degree] is one]
         worth.sort(key=lambda one: (one.slower or 0.0) / self._gain(one))
-        while len(worth) > 1 and left > 0 and (not found or len(found) + len(enough) < WAYS):
-            together, left = self._together(worth, left)
+        while len(worth) > 1 and self.left and (not found or len(found) + len(enough) < WAYS):
+            together = self._together(worth)
             if together is None:
                 break
-            if together.kind not in {one.kind for one in found}:
+            if together.kind not in {one.kind for one in (*found, *enough)}:
                 found.append(together)
-            worth.remove(max((one for one in worth if one.proposed[0] in together.proposed), key=self._gain))
-        return found, left
+            parts = [one for one in worth if one.proposed[0] in together.proposed or one.degree in together.degrees]
+            worth.remove(max(parts, key=self._gain))
+        return found
 
     def _gain(self, one: _Tried) -> int:
         return self.given.requested - one.after.requested
 
-    def _together(self, worth: Sequence[_Tried], left: int) -> tuple[_Tried | None, int]:
+    def _together(self, worth: Sequence[_Tried]) -> _Tried | None:
         """The first of ``worth`` until they fit, each in the place of what it clashes with; then no more of them than
         is enough, and none that the others can do without."""
         latest: _Tried | None = None
@@ -304,26 +307,29 @@ class _Changes:
             for tried in self.folded((*kept, *one.proposed)):
                 if latest is None or tried.after.requested < latest.after.requested:
                     latest = tried
-                    if latest.may_fit and left > 0:
-                        left -= 1
-                        self.replay(latest)
+                    if latest.may_fit:
+                        self.tells_fit(latest)
             if latest is not None and latest.fits:
                 break
         if latest is None or not latest.fits:
-            return None, left
-        latest, left = self.no_more_than_enough(latest, left)
-        for one in reversed(worth):
-            fewer = tuple(part for part in latest.proposed if part is not one.proposed[0])
-            if len(fewer) in (0, len(latest.proposed)):  # it is alone, or not among them
-                continue
-            for tried in self.folded(fewer):
-                if tried.may_fit and left > 0:
-                    left -= 1
-                    latest = tried if self.replay(tried) else latest
-        return latest, left
+            return None
+        fewer = self.no_more_than_enough(self._without_others(latest, worth))
+        less = self._without_others(self.no_more_than_enough(latest), worth)
+        return min(fewer, less, key=lambda one: one.price)
 
-    def no_more_than_enough(self, one: _Tried, left: int) -> tuple[_Tried, int]:
-        """``one``, which fits, or a cheaper one with less of what it does, and how many more may be replayed."""
+    def _without_others(self, together: _Tried, worth: Sequence[_Tried]) -> _Tried:
+        """Without those of ``worth`` that the others can do without, what gains least for its time first."""
+        for one in reversed(worth):
+            rest = tuple(part for part in together.proposed if part is not one.proposed[0])
+            if len(rest) in (0, len(together.proposed)):  # it is alone, or not among them
+                continue
+            for tried in self.folded(rest):
+                if tried.may_fit and self.tells_fit(tried):
+                    together = tried
+        return together
+
+    def no_more_than_enough(self, one: _Tried) -> _Tried:
+        """``one``, which fits, or a cheaper one with less of what it does."""
         parts = one.proposed
         others = [
             tried
@@ -333,13 +339,14 @@ class _Changes:
             for tried in self.folded((*parts[:at], other, *parts[at + 1 :]))
             if tried.price < one.price and tried.may_fit
         ]
-        for tried in sorted(others, key=lambda other: other.price):
-            if left <= 0:
-                break
-            left -= 1
-            if self.replay(tried):
-                return tried, left
-        return one, left
+        return next(filter(self.tells_fit, sorted(others, key=lambda other: other.price)), one)
+
+    def tells_fit(self, one: _Tried) -> bool:
+        """``replay``, as long as any are left."""
+        if one.is_replayed or not self.left:
+            return one.fits
+        self.left -= 1
+        return self.replay(one)
 
     def replay(self, one: _Tried, *, tells_tight: bool = False) -> bool:
         """Whether its fullest stage and those at the ends fit without a retry, as far as is known; what they need is
