@@ -33,9 +33,9 @@ WAYS = 3
 """That are named."""
 TOGETHER = 3
 """Changes that are tried together."""
-MOST_REPLAYED = 12
+MOST_REPLAYED = 16
 """Changes, of all rounds together: no bound tells before a replay what the allocator's cache adds to tensors that fit,
-and of 173 plans that did not fit none had to replay more than eight to name its ways."""
+and of 173 plans that did not fit none had to replay more than eight to name one or two changes at a time."""
 LAYERS = 6000
 """Layers that are folded, of all plans together, before no further changes are tried together: a second or two."""
 
