@@ -35,6 +35,7 @@ ROOMS = {
     "gptj": ".gptj",
     "falcon": ".falcon",
     "mixtral": ".mixtral",
+    "qwen2_moe": ".qwen2_moe",
     "qwen3_moe": ".qwen3_moe",
     "qwen3_next": ".qwen3_next",
     **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), ".qwen3_5"),

@@ -27,7 +27,7 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"recurrentgemma|rwkv|xlstm|retnet", "its recurrent layers"),
     (r"kimi-linear|minimax-?(m1|text)|^ling-.*(flash|linear)-?2\.5|ring-.*linear", _LINEAR),
     (r"minimax-m3|dots\.?-?llm|ernie-4\.5-(21|300)b|hunyuan-?(a|large)|^(ling|ring)-|bailing|trinity|afmoe", _EXPERTS),
-    (r"phi-?(3\.5|mini|tiny)-moe|dbrx|arctic|grok|qwen1\.5-moe|qwen2-57b|jetmoe|flex-?olmo|longcat|step-?3", _EXPERTS),
+    (r"phi-?(3\.5|mini|tiny)-moe|dbrx|arctic|grok|jetmoe|flex-?olmo|longcat|step-?3", _EXPERTS),
     (r"solar-open|exaone-?moe|k-exaone", _EXPERTS),
     (r"deepseek-v4", _SPARSE),
     (r"glm-?5", _INDEXERS),

@@ -27,6 +27,7 @@ TINY: dict[str, str] = {
     "gptj": "gpt-j-6b",
     "falcon": "falcon-7b",
     "mixtral": "mixtral-8x7b",
+    "qwen2_moe": "qwen1.5-moe-a2.7b",
     "qwen3_moe": "qwen3-30b-a3b",
     "gpt_oss": "gpt-oss-20b",
     "olmoe": "olmoe-1b-7b",

@@ -108,6 +108,8 @@ OTHERS = (
     Case("falcon", oracle.Sharding(reduce_dtype="bf16"), attention="eager"),
     Case("mixtral", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
     Case("qwen3_moe-unnormed-tied-dense", oracle.Sharding(shards=3), recompute="full"),
+    Case("qwen2_moe", oracle.Sharding(shards=3, synced=TWICE)),
+    Case("qwen2_moe-one-key", oracle.Sharding(shards=6, original="bf16"), recompute="full", attention="eager"),
     Case("gpt_oss", oracle.Sharding(shards=3), recompute="full", attention="eager"),
     Case("olmoe", oracle.Sharding()),
     Case("gpt_bigcode", oracle.Sharding(shards=3)),

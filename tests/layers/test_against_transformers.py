@@ -98,6 +98,7 @@ OF_EACH: dict[str, Any] = {"full_attention_interval": 2, "num_key_value_heads": 
 OF_EACH |= {"attention_bias": True, "attention_dropout": 0.1}
 OPENED: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
 OPENED |= {"shared_expert_intermediate_size": 112}
+QWEN2_MOE: dict[str, Any] = {**LLAMA, **OPENED, "head_dim": 32}
 FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -198,6 +199,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         QWEN3_MOE | {"mlp_only_layers": [1], "attention_dropout": 0.1, **TIED},
     ),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2_moe-normed-unbiased-tied-dense-dropout": (
+        "qwen2_moe",
+        QWEN2_MOE
+        | {"norm_topk_prob": True, "qkv_bias": False, "decoder_sparse_step": 2, "attention_dropout": 0.1}
+        | {"num_key_value_heads": 6, **TIED},
+    ),
+    "qwen2_moe-one-key": ("qwen2_moe", QWEN2_MOE | {"mlp_only_layers": [1], "num_key_value_heads": 1}),
     "olmoe": ("olmoe", OLMOE),
     "granite": ("granite", LLAMA | SCALES | {"head_dim": 32}),
     "granite-dropout-biased": (

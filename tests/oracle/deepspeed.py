@@ -109,6 +109,14 @@ SIZES |= {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "qwen2_moe": {
+        **OF_LLAMA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "shared_expert_intermediate_size": 80,
+        "mlp_only_layers": [1],
+    },
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
     "glm4_moe": {**DEEPSEEK, "num_key_value_heads": 2, "head_dim": 16},
     "llama4_text": {
@@ -296,6 +304,7 @@ CASES: dict[str, Case] = {
     "z3-mixtral": Case(3, family="mixtral", zero=SMALL_3),
     "z3-mixtral-recompute": Case(3, family="mixtral", zero=SMALL_3, microbatches=2, recompute=True),
     "z3-qwen3_moe": Case(3, family="qwen3_moe", groups="decay"),
+    "z2-qwen2_moe": Case(2, family="qwen2_moe", zero=SMALL, microbatches=2),
     "z3-olmoe": Case(3, family="olmoe", zero=SMALL_3),
     "z3-olmoe-recompute": Case(3, family="olmoe", zero=SMALL_3, microbatches=2, recompute=True),
     "z3-granitemoe": Case(3, family="granitemoe", zero=SMALL_3),

@@ -80,7 +80,19 @@ AS = {"kimi_k2": "deepseek_v3"}
 sizes = st.integers(1, 9)
 
 GROUPED = {
-    *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
+    *(
+        "mistral",
+        "qwen3",
+        "qwen2",
+        "phi3",
+        "gemma2",
+        "mixtral",
+        "qwen2_moe",
+        "qwen3_moe",
+        "gpt_oss",
+        "glm4_moe",
+        "llama4_text",
+    ),
     *("minimax_m2", "ministral3", "gemma3_text", "exaone4", "starcoder2", "smollm3", "seed_oss"),
 }
 """Families with fewer key heads than query heads by default."""
@@ -181,6 +193,13 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "mlp_only_layers": st.just([1]) | st.just([]),
             "decoder_sparse_step": st.integers(1, 2),
             "attention_bias": st.booleans(),
+        },
+        "qwen2_moe": {
+            "num_experts": sizes,
+            **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), sizes),
+            "mlp_only_layers": st.just([1]) | st.just([]),
+            "decoder_sparse_step": st.integers(1, 2),
+            "qkv_bias": st.booleans(),
         },
         "gpt_oss": {"num_local_experts": sizes, "attention_bias": st.booleans()},
         **{
@@ -588,8 +607,8 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma, gemma2, gemma3_text, "
         "exaone4, olmo2, olmo3, cohere, cohere2, smollm3, seed_oss, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, "
-        "qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, deepseek_v32, "
-        "glm_moe_dsa, gpt_oss, glm, glm4, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, "
+        "qwen2_moe, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, "
+        "deepseek_v32, glm_moe_dsa, gpt_oss, glm, glm4, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, "
         "granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
