@@ -45,6 +45,7 @@ ROOMS = {
     "muse_glimmer": ".muse_glimmer",
     **dict.fromkeys(("glm", "glm4"), ".glm4"),
     "glm4_moe": ".glm4_moe",
+    "dots1": ".dots1",
     "glm4_moe_lite": ".glm4_moe_lite",
     "minimax_m2": ".minimax_m2",
     "llama4_text": ".llama4",

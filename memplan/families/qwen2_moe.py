@@ -7,6 +7,7 @@ from ..layers.autograd import Recorder
 from ..layers.coverage import MIXTURE, Allowed, reads
 from ..layers.ends import Embedded, causal_mask, positions, rotary_tables, word_embeddings
 from ..layers.huggingface import LayerShape, Shared
+from ..plan.releases import LIBRARIES
 from ..values import replace
 from .base import ROUTER_LOSS, Config, key
 from .llama import ATTENTION, CONSTANTS, KEYS_BUT_BIASES, LLAMA_FAMILY, SILU
@@ -66,7 +67,7 @@ QWEN2_MOE = replace(
     linear_layers={**LLAMA_FAMILY.linear_layers, **OPENED},
     lora_targets=None,
     registered=(*ATTENTION, "router", "experts", *OPENED, "gate", "up", "down", "attention_norm", "mlp_norm"),
-    since=(5, 23),
+    since=LIBRARIES["transformers"].newest,
     submodules=MIXTURE_SUBMODULES,
     no_zero3="DeepSpeed takes its block of experts for one module (zero/leaf_module_config.py), whose linear layers' "
     "weights, of the expert that takes every token, are gathered and reduced with all others",

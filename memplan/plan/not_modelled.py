@@ -26,7 +26,7 @@ _MODELS: tuple[tuple[str, str], ...] = (
     (r"lfm-?2", "its short convolutions beside attention"),
     (r"recurrentgemma|rwkv|xlstm|retnet", "its recurrent layers"),
     (r"kimi-linear|minimax-?(m1|text)|^ling-.*(flash|linear)-?2\.5|ring-.*linear", _LINEAR),
-    (r"minimax-m3|dots\.?-?llm|ernie-4\.5-(21|300)b|hunyuan-?(a|large)|^(ling|ring)-|bailing|trinity|afmoe", _EXPERTS),
+    (r"minimax-m3|ernie-4\.5-(21|300)b|hunyuan-?(a|large)|^(ling|ring)-|bailing|trinity|afmoe", _EXPERTS),
     (r"phi-?(3\.5|mini|tiny)-moe|dbrx|arctic|grok|jetmoe|flex-?olmo|longcat|step-?3", _EXPERTS),
     (r"solar-open|exaone-?moe|k-exaone", _EXPERTS),
     (r"deepseek-v4", _SPARSE),

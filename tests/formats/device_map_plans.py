@@ -37,6 +37,7 @@ TINY: dict[str, str] = {
     "glm": "glm-4-9b-chat",
     "glm4": "glm-4-32b-0414",
     "glm4_moe": "glm-4.5-air",
+    "dots1": "dots.llm1",
     "deepseek_v32": "deepseek-v3.2",
     "glm4_moe_lite": "glm-4.7-flash",
     "minimax_m2": "minimax-m2",

@@ -268,7 +268,7 @@ def released(layers: int, *sizes: int) -> dict[str, int]:
 RELEASED = {
     "z3-mixtral": released(3, 180224, 90112),
     **dict.fromkeys(("z3-olmoe", "z3-granitemoe"), released(3, 49152, 24576)),
-    **dict.fromkeys(("z3-deepseek_v2", "z3-deepseek_v3", "z3-glm4_moe"), released(2, 49152, 24576)),
+    **dict.fromkeys(("z3-deepseek_v2", "z3-deepseek_v3", "z3-glm4_moe", "z3-dots1"), released(2, 49152, 24576)),
 }
 """Experts' weights of a layer that are released behind its forward while nodes have them: their end, and their
 beginning as saved tensors, are no events of the engine's."""

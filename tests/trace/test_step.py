@@ -59,6 +59,7 @@ FAMILIES = {
     "glm": "glm-4-9b-chat",
     "glm4": "glm-4-9b-0414",
     "glm4_moe": "glm-4.5-air",
+    "dots1": "dots.llm1",
     "glm4_moe_lite": "glm-4.7-flash",
     "minimax_m2": "minimax-m2",
     "ministral3": "ministral-3-8b",
@@ -100,7 +101,7 @@ def model_flags(family: str) -> dict[str, str]:
     if family == "deepseek_v32":
         sizes |= {"router-groups": "2", "router-group-top-k": "1", "index-heads": "3", "index-head-dim": "40"}
         sizes |= {"index-top-k": "24"}
-    if family in ("glm4_moe", "qwen2_moe", "llama4_text"):
+    if family in ("glm4_moe", "dots1", "qwen2_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
     if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0
         sizes |= {"embedding-dropout": "0.0"}
