@@ -46,6 +46,7 @@ ROOMS = {
     **dict.fromkeys(("glm", "glm4"), ".glm4"),
     "glm4_moe": ".glm4_moe",
     "dots1": ".dots1",
+    "ernie4_5": ".ernie4_5",
     "glm4_moe_lite": ".glm4_moe_lite",
     "minimax_m2": ".minimax_m2",
     "llama4_text": ".llama4",

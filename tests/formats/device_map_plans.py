@@ -38,6 +38,7 @@ TINY: dict[str, str] = {
     "glm4": "glm-4-32b-0414",
     "glm4_moe": "glm-4.5-air",
     "dots1": "dots.llm1",
+    "ernie4_5": "ernie-4.5-0.3b",
     "deepseek_v32": "deepseek-v3.2",
     "glm4_moe_lite": "glm-4.7-flash",
     "minimax_m2": "minimax-m2",

@@ -122,6 +122,8 @@ OTHERS = (
     Case("glm4", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("glm4-whole-unbiased-tied-dropout", oracle.Sharding(shards=5), attention="eager"),
     Case("glm4_moe", oracle.Sharding(shards=6, original="bf16", synced=TWICE)),
+    Case("ernie4_5", oracle.Sharding(shards=3, synced=TWICE)),
+    Case("ernie4_5-one-key", oracle.Sharding(shards=6, original="bf16"), recompute="full", attention="eager"),
     Case("dots1", oracle.Sharding(shards=3, synced=TWICE)),
     Case("dots1-one-key", oracle.Sharding(shards=6, original="bf16"), recompute="full", attention="eager"),
     Case("deepseek_v3", oracle.Sharding(shards=6), recompute="full"),

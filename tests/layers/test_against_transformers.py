@@ -243,6 +243,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-one-key": ("glm4", GLM | {"num_key_value_heads": 1}),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "ernie4_5": ("ernie4_5", LLAMA),
+    "ernie4_5-biased-untied": (
+        "ernie4_5",
+        LLAMA | {"use_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 6},
+    ),
+    "ernie4_5-one-key": ("ernie4_5", LLAMA | {"num_key_value_heads": 1}),
     "dots1": ("dots1", DOTS1),
     "dots1-biased-groups-tied-dropout": (
         "dots1",

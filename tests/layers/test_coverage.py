@@ -20,7 +20,7 @@ BASE = {
     "mixtral": "mixtral-8x7b", "qwen3_moe": "qwen3-30b-a3b", "qwen2_moe": "qwen1.5-moe-a2.7b",
     "deepseek_v2": "deepseek-v2-lite", "deepseek_v3": "moonlight-16b", "kimi_k2": "kimi-k2",
     "deepseek_v32": "deepseek-v3.2",
-    "dots1": "dots.llm1",
+    "dots1": "dots.llm1", "ernie4_5": "ernie-4.5-0.3b",
     "glm4_moe": "glm-4.5-air", "gpt_oss": "gpt-oss-20b", "olmoe": "olmoe-1b-7b", "granite": "granite-3.1-2b",
     "granitemoehybrid": "granite-4.0-micro",
     "granitemoe": "granite-3.0-1b-a400m",

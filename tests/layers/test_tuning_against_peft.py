@@ -115,6 +115,8 @@ ADAPTED = (
     Adapted("qwen3_5", "bf16", "flash", "none", "all-linear"),
     Adapted("qwen2_moe", "bf16", "flash", "none", "q_proj,o_proj", 0.0, parameters=BOTH),
     Adapted("qwen2_moe-one-key", "bf16", "eager", "full", "q_proj,v_proj", 0.0),
+    Adapted("ernie4_5", "bf16", "flash", "none", "all-linear"),
+    Adapted("ernie4_5-one-key", "bf16", "eager", "full", "q_proj,v_proj", 0.0),
     Adapted("dots1", "bf16", "flash", "none", "q_proj,o_proj", 0.0, parameters=BOTH),
     Adapted("qwen3_next", "bf16", "eager", "full", "in_proj_ba,q_proj", 0.0, parameters=BOTH),
     Adapted("llama4_text-dense-unnormed-dropout", "bf16", "eager", "full", "q_proj,o_proj", 0.1),

@@ -118,6 +118,7 @@ SIZES |= {
         "mlp_only_layers": [1],
     },
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), DEEPSEEK),
+    "ernie4_5": {**GROUPED, "head_dim": 16},
     "dots1": {**DEEPSEEK, "num_key_value_heads": 2, "head_dim": 16, "norm_topk_prob": True},
     "glm4_moe": {**DEEPSEEK, "num_key_value_heads": 2, "head_dim": 16},
     "llama4_text": {
@@ -315,6 +316,8 @@ CASES: dict[str, Case] = {
     "z3-deepseek_v2-recompute": Case(3, family="deepseek_v2", zero=SMALL_3, recompute=True),
     "z3-deepseek_v3-adapters": Case(3, family="deepseek_v3", zero=SMALL_3, lora="q_b_proj,o_proj"),
     "z3-glm4_moe": Case(3, family="glm4_moe", zero=SMALL_3),
+    "z3-ernie4_5": Case(3, family="ernie4_5", zero=SMALL_3),
+    "z2-ernie4_5": Case(2, family="ernie4_5", zero=SMALL, microbatches=2),
     "z3-dots1": Case(3, family="dots1", zero=SMALL_3),
     "z2-dots1": Case(2, family="dots1", zero=SMALL, microbatches=2),
     "z3-llama4_text": Case(3, family="llama4_text", zero=SMALL_3),

@@ -80,20 +80,9 @@ AS = {"kimi_k2": "deepseek_v3"}
 sizes = st.integers(1, 9)
 
 GROUPED = {
-    *(
-        "mistral",
-        "qwen3",
-        "qwen2",
-        "phi3",
-        "gemma2",
-        "mixtral",
-        "qwen2_moe",
-        "qwen3_moe",
-        "gpt_oss",
-        "glm4_moe",
-        "llama4_text",
-    ),
+    *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
     *("minimax_m2", "ministral3", "gemma3_text", "exaone4", "starcoder2", "smollm3", "seed_oss"),
+    *("qwen2_moe", "dots1", "ernie4_5"),
 }
 """Families with fewer key heads than query heads by default."""
 
@@ -206,6 +195,7 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             glm: {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans(), "head_dim": st.just(4)}
             for glm in ("glm", "glm4")
         },
+        "ernie4_5": {"head_dim": st.just(4), "use_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
         "dots1": {
             "n_shared_experts": st.integers(1, 2),
             "first_k_dense_replace": st.integers(0, 2),
@@ -615,7 +605,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma, gemma2, gemma3_text, "
         "exaone4, olmo2, olmo3, cohere, cohere2, smollm3, seed_oss, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, "
         "qwen2_moe, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, "
-        "deepseek_v32, glm_moe_dsa, gpt_oss, glm, glm4, glm4_moe, dots1, glm4_moe_lite, minimax_m2, "
+        "deepseek_v32, glm_moe_dsa, gpt_oss, glm, glm4, glm4_moe, dots1, ernie4_5, glm4_moe_lite, minimax_m2, "
         "llama4_text, llama4, olmoe, granite, granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)

@@ -60,6 +60,7 @@ FAMILIES = {
     "glm4": "glm-4-9b-0414",
     "glm4_moe": "glm-4.5-air",
     "dots1": "dots.llm1",
+    "ernie4_5": "ernie-4.5-0.3b",
     "glm4_moe_lite": "glm-4.7-flash",
     "minimax_m2": "minimax-m2",
     "ministral3": "ministral-3-8b",
