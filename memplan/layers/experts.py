@@ -259,11 +259,14 @@ def with_opened(r: Recorder, x: Tensor, shape: LayerShape, router: Router) -> Mi
     shared = one_expert(r, hidden, spec, ("shared_gate", "shared_up", "shared_down"), spec.shared_expert_ffn)
     _logits, weights, indices = routed(r, hidden, spec, router)
     out = by_experts(r, hidden, indices, weights, shape, gated)
-    opened = ops.elementwise(r, "shared_sigmoid", (linear(r, hidden, "shared_opens", 1, False),), saves_output=True)
-    shared = ops.multiply(r, opened, shared, "shared_opened")
-    del opened
+    shared = ops.multiply(r, opened(r, hidden), shared, "shared_opened")
     out = ops.add(r, out, shared, "experts_and_shared")
     return r.left(MODULE, out.view(*x.shape)), None
+
+
+def opened(r: Recorder, hidden: Tensor) -> Tensor:
+    """How far the gate of that expert is open: ``F.sigmoid(self.shared_expert_gate(hidden_states))``, (n, 1)."""
+    return ops.elementwise(r, "shared_sigmoid", (linear(r, hidden, "shared_opens", 1, False),), saves_output=True)
 
 
 def parameters(

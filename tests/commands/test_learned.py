@@ -122,12 +122,12 @@ def folds(path: str) -> None:
 def test_what_cannot_be_learnt(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Routing by values names the operator and the line of the model's code, and leaves no file."""
     experts = {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-    path = config(tmp_path / "mine", "qwen2_moe", **experts)
+    path = config(tmp_path / "mine", "flex_olmo", **experts)
     written = json.loads(Path(path).read_text(encoding="utf-8")) | {"experts_implementation": "eager"}
     Path(path).write_text(json.dumps(written), encoding="utf-8")
     line = error_of(capsys, "trace", "--learn", "--model", path)
     assert "cannot be traced: " in line
-    assert "modeling_qwen2_moe.py:" in line
+    assert "modeling_flex_olmo.py:" in line
     assert not list(tmp_path.glob("cache/**/*.gz"))
 
 

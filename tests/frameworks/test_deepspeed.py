@@ -268,7 +268,7 @@ def released(layers: int, *sizes: int) -> dict[str, int]:
 RELEASED = {
     "z3-mixtral": released(3, 180224, 90112),
     **dict.fromkeys(("z3-olmoe", "z3-granitemoe"), released(3, 49152, 24576)),
-    **dict.fromkeys(("z3-deepseek_v2", "z3-deepseek_v3", "z3-glm4_moe"), released(2, 49152, 24576)),
+    **dict.fromkeys(("z3-deepseek_v2", "z3-deepseek_v3", "z3-glm4_moe", "z3-dots1"), released(2, 49152, 24576)),
 }
 """Experts' weights of a layer that are released behind its forward while nodes have them: their end, and their
 beginning as saved tensors, are no events of the engine's."""
@@ -282,7 +282,7 @@ KNOWN: dict[str, dict[str, int]] = {
     "z3-gpt2": {"+256000": 1, "-256000": 1},
     "z2-gpt2": {"+256000": 1, "-256000": 1},
     "z3-bert": {"+256000": 1, "-256000": 1, "+16384": 3, "-16384": 3},
-    **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma", "z2-gemma")},
+    **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma", "z2-gemma", "z3-ernie4_5", "z2-ernie4_5")},
     "z3-gemma-recompute": {"+128000": 1, "-128000": 1, "+8192": 3, "-8192": 3},
     "z3-gemma2": {"+128000": 1, "-128000": 1},
     "z3-gemma2-recompute": {"+128000": 1, "-128000": 1},

@@ -89,6 +89,7 @@ GROUPS = {"n_group": 4, "topk_group": 2, "q_lora_rank": 56, "topk_method": "grou
 INDEXED = DEEPSEEK | {"q_lora_rank": 56, "index_n_heads": 3, "index_head_dim": 24, "index_topk": 20}
 GLM4_MOE: dict[str, Any] = {**LLAMA, "head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 3}
 GLM4_MOE |= {"moe_intermediate_size": 80, "n_shared_experts": 2, "first_k_dense_replace": 1, "use_qk_norm": True}
+DOTS1: dict[str, Any] = {**GLM4_MOE, "norm_topk_prob": True}
 GPT_OSS = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 40}
 LLAMA4: dict[str, Any] = {**LLAMA, "intermediate_size": 80, "intermediate_size_mlp": 448, "num_local_experts": 4}
 LLAMA4 |= {"num_experts_per_tok": 1, "no_rope_layer_interval": 2, "attention_chunk_size": 160}
@@ -98,6 +99,7 @@ OF_EACH: dict[str, Any] = {"full_attention_interval": 2, "num_key_value_heads": 
 OF_EACH |= {"attention_bias": True, "attention_dropout": 0.1}
 OPENED: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 80}
 OPENED |= {"shared_expert_intermediate_size": 112}
+QWEN2_MOE: dict[str, Any] = {**LLAMA, **OPENED, "head_dim": 32}
 FALCON = {**BERT, "ffn_hidden_size": 320, "bos_token_id": 0, "eos_token_id": 0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -198,6 +200,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         QWEN3_MOE | {"mlp_only_layers": [1], "attention_dropout": 0.1, **TIED},
     ),
+    "qwen2_moe": ("qwen2_moe", QWEN2_MOE),
+    "qwen2_moe-normed-unbiased-tied-dense-dropout": (
+        "qwen2_moe",
+        QWEN2_MOE
+        | {"norm_topk_prob": True, "qkv_bias": False, "decoder_sparse_step": 2, "attention_dropout": 0.1}
+        | {"num_key_value_heads": 6, **TIED},
+    ),
+    "qwen2_moe-one-key": ("qwen2_moe", QWEN2_MOE | {"mlp_only_layers": [1], "num_key_value_heads": 1}),
     "olmoe": ("olmoe", OLMOE),
     "granite": ("granite", LLAMA | SCALES | {"head_dim": 32}),
     "granite-dropout-biased": (
@@ -233,6 +243,20 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-one-key": ("glm4", GLM | {"num_key_value_heads": 1}),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "ernie4_5": ("ernie4_5", LLAMA),
+    "ernie4_5-biased-untied": (
+        "ernie4_5",
+        LLAMA | {"use_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 6},
+    ),
+    "ernie4_5-one-key": ("ernie4_5", LLAMA | {"num_key_value_heads": 1}),
+    "dots1": ("dots1", DOTS1),
+    "dots1-biased-groups-tied-dropout": (
+        "dots1",
+        DOTS1
+        | {"attention_bias": True, "attention_dropout": 0.1, "num_key_value_heads": 6, "n_group": 4, "topk_group": 2}
+        | {"first_k_dense_replace": 2, **TIED},
+    ),
+    "dots1-one-key": ("dots1", DOTS1 | {"num_key_value_heads": 1, "n_shared_experts": 1}),
     "glm4_moe_lite": ("glm4_moe_lite", {**DEEPSEEK, "q_lora_rank": 56}),
     "glm4_moe_lite-one-width": ("glm4_moe_lite", {**DEEPSEEK, "v_head_dim": 48}),
     "glm4_moe_lite-groups-dropout": ("glm4_moe_lite", DEEPSEEK | GROUPS | {"attention_dropout": 0.1}),

@@ -30,6 +30,7 @@ OF_TWO_KINDS = (
 """Layers with an MLP between those with experts; of Llama 4 and Qwen 3 Next three kinds of layers."""
 UNDER_MEGATRON = frozenset({
     "gpt2", "llama", "mistral", "qwen2", "qwen3", "phi3", "starcoder2", "mixtral", "qwen3_moe", "olmoe", "gpt_oss",
+    "qwen2_moe", "dots1",
     "deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "minimax_m2", "qwen3_5", "qwen3_5_moe", "qwen3_next",
     *("qwen3_moe-unnormed-tied-dense", "qwen3_next-unnormed-dense-tied", "deepseek_v3-moonlight-dropout"),
 })  # fmt: skip

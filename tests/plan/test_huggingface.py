@@ -82,6 +82,7 @@ sizes = st.integers(1, 9)
 GROUPED = {
     *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
     *("minimax_m2", "ministral3", "gemma3_text", "exaone4", "starcoder2", "smollm3", "seed_oss"),
+    *("qwen2_moe", "dots1", "ernie4_5"),
 }
 """Families with fewer key heads than query heads by default."""
 
@@ -182,10 +183,23 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "decoder_sparse_step": st.integers(1, 2),
             "attention_bias": st.booleans(),
         },
+        "qwen2_moe": {
+            "num_experts": sizes,
+            **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), sizes),
+            "mlp_only_layers": st.just([1]) | st.just([]),
+            "decoder_sparse_step": st.integers(1, 2),
+            "qkv_bias": st.booleans(),
+        },
         "gpt_oss": {"num_local_experts": sizes, "attention_bias": st.booleans()},
         **{
             glm: {"attention_bias": st.booleans(), "tie_word_embeddings": st.booleans(), "head_dim": st.just(4)}
             for glm in ("glm", "glm4")
+        },
+        "ernie4_5": {"head_dim": st.just(4), "use_bias": st.booleans(), "tie_word_embeddings": st.booleans()},
+        "dots1": {
+            "n_shared_experts": st.integers(1, 2),
+            "first_k_dense_replace": st.integers(0, 2),
+            "attention_bias": st.booleans(),
         },
         "glm4_moe": {
             "n_routed_experts": sizes,
@@ -267,6 +281,8 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "routed_scaling_factor": 2.0,
         }  # fmt: skip
         chosen["num_key_value_heads"] = heads
+    if family == "dots1":
+        required |= {"n_routed_experts": 4, "n_shared_experts": 1, "norm_topk_prob": True}
     if "experts" in FAMILIES[family].keys and family not in LATENT:
         chosen["num_experts_per_tok"] = 1
     if family in GROUPED:
@@ -330,7 +346,7 @@ def test_glm_4_7_flash_names_its_layers_with_experts(tmp_path: Path) -> None:
         spec_of(config | types | {"first_k_dense_replace": 3}, tmp_path)
 
 
-NO_MODEL = {"deepseek_v2", "glm4_moe"}
+NO_MODEL = {"deepseek_v2", "dots1", "glm4_moe"}
 """Families whose class has defaults that make no model: experts of a token are None, heads do not divide hidden."""
 
 
@@ -588,9 +604,9 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma, gemma2, gemma3_text, "
         "exaone4, olmo2, olmo3, cohere, cohere2, smollm3, seed_oss, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, "
-        "qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, deepseek_v32, "
-        "glm_moe_dsa, gpt_oss, glm, glm4, glm4_moe, glm4_moe_lite, minimax_m2, llama4_text, llama4, olmoe, granite, "
-        "granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
+        "qwen2_moe, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, "
+        "deepseek_v32, glm_moe_dsa, gpt_oss, glm, glm4, glm4_moe, dots1, ernie4_5, glm4_moe_lite, minimax_m2, "
+        "llama4_text, llama4, olmoe, granite, granitemoe, granitemoehybrid, nemotron-nas, nemotron_h, mamba2"
     )
     assert "model_type: is missing" in refusal({"hidden_size": 8}, tmp_path)
     assert "model_type = 7" in refusal({"model_type": 7}, tmp_path)

@@ -361,10 +361,10 @@ def test_a_framework_that_nobody_named_has_the_recipe(flags: dict[str, str], fra
 
 @pytest.mark.parametrize(
     ("model", "framework"),
-    [("whisper-tiny", "ddp"), ("bart-base", "ddp"), ("ernie-4.5-0.3b", "ddp"), ("t5-small", "fsdp")],
+    [("whisper-tiny", "ddp"), ("bart-base", "ddp"), ("t5-small", "fsdp")],
 )
 def test_what_was_learnt_and_cannot_be_sharded_is_replicated(model: str, framework: str) -> None:
-    """Whisper's positions are not trained, and BART's and ERNIE's buffers are not those of the shards' dtype: of these
+    """Whisper's positions are not trained, and BART's buffers are not those of the shards' dtype: of these
     ``fully_shard`` is not known, and nobody asked for it by name."""
     flags = {"model": model, "gpus": "8", "gpu": "h100"}
     found = read_plan(None, flags, traced=True)

@@ -84,7 +84,7 @@ def test_only_what_a_rank_owns() -> None:
 @pytest.mark.parametrize(
     ("kind", "flags"),
     [
-        ("qwen2_moe", {"static-graph": "true"}),
+        ("flex_olmo", {"static-graph": "true"}),
         ("olmo", {"autocast": "true", "gradient-as-bucket-view": "true"}),
         ("t5", {"recompute": "full"}),
     ],

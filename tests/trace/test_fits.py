@@ -253,7 +253,7 @@ def test_what_was_not_verified_is_refused() -> None:
 
 def without_recipe(kind: str, folder: Path, b: int, s: int, **settings: Any) -> tuple[Plan, Job]:
     config = transformers.AutoConfig.for_model(
-        kind, **{**WITHOUT_RECIPE.get(kind, WITHOUT_RECIPE["qwen2_moe"]), **settings}
+        kind, **{**WITHOUT_RECIPE.get(kind, WITHOUT_RECIPE["flex_olmo"]), **settings}
     )
     config.to_json_file(folder / "config.json", use_diff=False)
     flags = {"framework": "single", "model": str(folder), "mbs": str(b), "seq": str(s), "gbs": str(2 * b)}
@@ -261,7 +261,7 @@ def without_recipe(kind: str, folder: Path, b: int, s: int, **settings: Any) -> 
     return plan, job_of(plan)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("t5", "vit"))])
+@pytest.mark.parametrize("kind", ["flex_olmo", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("t5", "vit"))])
 def test_models_without_a_recipe(kind: str, tmp_path: Path) -> None:
     _, job = without_recipe(kind, tmp_path, 1, 32)
     fit, _, _ = learn(job, traced, LONGEST)

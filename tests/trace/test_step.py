@@ -47,6 +47,7 @@ FAMILIES = {
     "gptj": "gpt-j-6b",
     "falcon": "falcon-7b",
     "mixtral": "mixtral-8x7b",
+    "qwen2_moe": "qwen2-57b-a14b",
     "qwen3_moe": "qwen3-30b-a3b",
     "olmoe": "olmoe-1b-7b",
     "gpt_oss": "gpt-oss-20b",
@@ -58,6 +59,8 @@ FAMILIES = {
     "glm": "glm-4-9b-chat",
     "glm4": "glm-4-9b-0414",
     "glm4_moe": "glm-4.5-air",
+    "dots1": "dots.llm1",
+    "ernie4_5": "ernie-4.5-0.3b",
     "glm4_moe_lite": "glm-4.7-flash",
     "minimax_m2": "minimax-m2",
     "ministral3": "ministral-3-8b",
@@ -99,7 +102,7 @@ def model_flags(family: str) -> dict[str, str]:
     if family == "deepseek_v32":
         sizes |= {"router-groups": "2", "router-group-top-k": "1", "index-heads": "3", "index-head-dim": "40"}
         sizes |= {"index-top-k": "24"}
-    if family in ("glm4_moe", "llama4_text"):
+    if family in ("glm4_moe", "dots1", "qwen2_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
     if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0
         sizes |= {"embedding-dropout": "0.0"}
@@ -238,7 +241,7 @@ WHISPER: dict[str, Any] = {"encoder_attention_heads": 4, "decoder_attention_head
 WHISPER |= {"encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "max_target_positions": 64}
 WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 WITHOUT_RECIPE: dict[str, dict[str, Any]] = {
-    "qwen2_moe": {**GROUPED, "num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 64},
+    "flex_olmo": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0, "eos_token_id": 0},
     "olmo": SIZED,
     "helium": {**GROUPED, "head_dim": 16},
     "roberta": SIZED,

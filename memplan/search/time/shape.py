@@ -369,10 +369,10 @@ def _differing_flops(spec: ModelSpec, text: str, seq: float) -> float:
 
 
 def _mixture_weights(spec: ModelSpec) -> int:
-    """Of a token's way through a router, its experts, projections to these and back, and shared experts."""
+    """Of a token's way through a router, its experts, projections to these and back, shared experts, and their gate."""
     h, latent, up = spec.hidden, spec.expert_latent, 3 if spec.gated else 2
     chosen = up * spec.expert_hidden * spec.expert_top_k * spec.expert_ffn
-    return h * spec.experts + 2 * h * latent + chosen + up * h * spec.shared_expert_ffn
+    return h * (spec.experts + 2 * latent + up * spec.shared_expert_ffn + spec.shared_expert_gate) + chosen
 
 
 def _attention_weights(spec: ModelSpec) -> int:
