@@ -303,7 +303,7 @@ class _Changes:
         latest: _Tried | None = None
         for one in worth:
             before = () if latest is None else latest.proposed
-            kept = [part for part in before if not _clash(*one.proposed, (part,))]
+            kept = [part for part in before if not _clash(one.proposed[0], (part,))]
             for tried in self.folded((*kept, *one.proposed)):
                 if latest is None or tried.after.requested < latest.after.requested:
                     latest = tried
