@@ -13,6 +13,7 @@ from .plan.plan import ResolvedPlan
 from .plan.releases import (
     TRL_NEWEST,
     TRL_TILES,
+    WIDEST_FLASH,
     beyond_known,
     prefers_cudnn,
     release,
@@ -112,6 +113,19 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def _fused(plan: ResolvedPlan) -> str:
+    wide = plan.attention == "flash" and plan.model.has_sizes and plan.model.full_head_dim > WIDEST_FLASH
+    return _of_others(plan) + (WIDE_HEADS.format(plan.model.full_head_dim) if wide else "")
+
+
+WIDE_HEADS = (
+    "; layers that see all tokens have heads of {} features, which only the memory-efficient kernel takes, with keys "
+    "and values once for every query head"
+)
+"""``sdp_utils.cpp`` (``check_head_dim_size_flash``); ``integrations/sdpa_attention.py`` (``use_gqa_in_sdpa``)."""
+
+
+def _of_others(plan: ResolvedPlan) -> str:
+    """Of layers with heads that the flash kernel takes, if dtype and masks let it."""
     words = framework(plan.framework).attention_words(plan)
     if plan.masked_kernel and not plan.compile:
         return _masked(plan)

@@ -208,6 +208,8 @@ class Family:
     """Its masks are compared with transformers' for batches with padding, too."""
     scale_in_embedding: bool = False
     """The embedding multiplies its output itself, by a buffer; else the model does."""
+    scales_layers: bool = False
+    """Every layer multiplies its output by a buffer of one number."""
     returns_weights: bool = False
     """Layers return their attention weights, which the model holds while the next layer runs: a recomputed layer
     leaves more than its output behind, which is not modelled."""

@@ -69,7 +69,7 @@ def of_both_kinds(r: Recorder, shape: LayerShape, inputs_embeds: Tensor, *, pack
     full = causal_mask(r, shape, window=False, packed=packed)
     mask = causal_mask(r, shape, packed=packed)
     cos, sin = rotary_tables(r, shape)
-    of_full = rotary_tables(r, shape) if shape.spec.turns_twice else None
+    of_full = rotary_tables(r, shape.of_layer(shape.spec.full_interval - 1)) if shape.spec.turns_twice else None
     return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full, of_full))
 
 

@@ -41,6 +41,7 @@ TINY: dict[str, str] = {
     "minimax_m2": "minimax-m2",
     "ministral3": "ministral-3-8b",
     "gemma3_text": "gemma-3-4b",
+    "gemma4_text": "gemma-4-31b",
     "exaone4": "exaone-4.0-32b",
     "olmo3": "olmo-3-7b",
     "starcoder2": "starcoder2-3b",

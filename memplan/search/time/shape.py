@@ -334,11 +334,16 @@ def model_flops(plan: ResolvedPlan, *, halves: bool = False) -> float:
     linear = sum(map(spec.is_linear, range(spec.layers)))
     layers -= linear
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
-    scores = spec.heads * spec.head_dim + spec.attention_features
+    scores = layers * (spec.heads * spec.head_dim + spec.attention_features)
+    if full := sum(map(spec.is_full, range(spec.layers))):
+        own = spec.of_full_layers
+        values = own.kv_heads * own.head_dim * spec.hidden if spec.keys_as_values else 0
+        weights += full * (_attention_weights(own) - values - _attention_weights(spec))
+        scores += full * 2 * (own.attention_features - spec.attention_features)
     indexed = layers * _indexer_weights(spec, seq)
     frozen = 0 if plan.lora.rank is None else weights - head * ("head.weight" in saved(plan))
     rules = linear * _block_flops(spec, "G", seq) if linear else 0.0
-    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * seq + rules + 2.0 * indexed)
+    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * scores * seq + rules + 2.0 * indexed)
 
 
 def _block_flops(spec: ModelSpec, kind: str, seq: float) -> float:
