@@ -18,6 +18,7 @@ from .plan.releases import (
     prefers_cudnn,
     release,
     shown,
+    takes_package,
     unmasked_scores,
 )
 from .plan.traced_spec import TracedSpec
@@ -158,6 +159,8 @@ def _masked(plan: ResolvedPlan) -> str:
     layers, tokens = "layer with a window", "no token is padding"
     without = " (flash_attention_2 does none of this)"
     repeated = ", and keys and values once for every query head" * (plan.model.kv_heads != plan.model.heads)
+    if not takes_package(plan):
+        without = ""
     if plan.padded:
         when, layers = "a batch with padding gives it a mask in every layer", "layer"
         tokens, without = "every batch is padded to the sequence length", ""

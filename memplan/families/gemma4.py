@@ -6,16 +6,17 @@ Models with embeddings of each layer and shared keys and values (E2B, E4B) are n
 
 from __future__ import annotations
 
-from ..layers import ops, work
+from ..layers import experts, ops, selecting, work
 from ..layers.autograd import Recorder, Tensor, size_of
-from ..layers.coverage import LLAMA, reads
-from ..layers.huggingface import Heads, LayerShape, Shared, attention, linear, norm, rotary_one
+from ..layers.coverage import MIXTURE, reads
+from ..layers.huggingface import Heads, LayerShape, Shared, attention, linear, norm, rotary_one, softmax_fp32
 from ..plan.releases import LIBRARIES
+from ..plan.spec import ModelSpec
 from ..tape.events import Category
 from ..values import replace
 from .base import Config, key
-from .gemma2 import GEMMA2, gemma2_layer
-from .llama import CONSTANTS, KEYS, laid_out, projection
+from .gemma2 import GEMMA2, attended, gemma2_layer
+from .llama import CONSTANTS, KEYS, laid_out, llama_mlp, projection
 
 
 def without_weight(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -67,8 +68,49 @@ def gemma4_attention(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerSh
     return out, weights
 
 
+def router(r: Recorder, hidden: Tensor, spec: ModelSpec) -> experts.Routed:
+    """``Gemma4TextRouter.forward``: features are normed and scaled; the chosen weights are normed and scaled by
+    expert."""
+    hidden = ops.cast(r, without_weight(r, hidden, "router_norm"), hidden.dtype, "router_norm")
+    scale = r.parameter("router_scale.weight", (spec.hidden,), hidden.dtype)
+    hidden = ops.scale(r, ops.multiply(r, hidden, scale, "router_scaled"), "router_scaled_root")
+    logits = experts.logits_of(r, hidden, spec)
+    probabilities = softmax_fp32(r, logits, "router")
+    weights, indices = selecting.top_k(r, probabilities, spec.expert_top_k, "chosen")
+    weights = experts.normed(r, weights)
+    scales = r.parameter("router_expert_scale.weight", (spec.experts,), hidden.dtype)
+    weights = ops.multiply(r, weights, selecting.gathered(r, scales, indices, "chosen_scales"), "chosen_scaled")
+    del hidden, logits
+    return probabilities, weights, indices
+
+
+def mixed_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
+    """A layer with experts."""
+    spec = shape.spec
+    hidden, _given = attended(r, hidden, shared, shape)
+    residual = hidden
+    hidden = norm(r, hidden, spec, "mlp_norm")
+    hidden = llama_mlp(r, hidden, spec)
+    alone = norm(r, hidden, spec, "mlp_alone_norm")
+    flat = ops.alias(r, residual)
+    flat = flat.alias(shape.b * shape.s, spec.hidden)
+    _given, weights, indices = experts.routed(r, flat, spec, router)  # whose probabilities end attention's weights
+    beside = norm(r, flat, spec, "experts_norm")
+    beside = experts.by_experts(r, beside, indices, weights, shape, experts.gated)
+    beside = beside.view(*residual.shape)
+    beside = norm(r, beside, spec, "experts_output_norm")
+    hidden = ops.add(r, alone, beside, "mlp_and_experts")
+    hidden = norm(r, hidden, spec, "mlp_output_norm")
+    hidden = ops.add(r, residual, hidden, "residual_mlp")
+    hidden = scaled_in_place(r, hidden, shape)
+    del _given, alone, residual, flat, weights, indices, beside
+    return hidden
+
+
 def gemma4_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> Tensor:
     """``Gemma4TextDecoderLayer.forward``."""
+    if shape.mixture:
+        return mixed_layer(r, hidden, shared, shape)
     hidden = gemma2_layer(r, hidden, shared, shape)
     return scaled_in_place(r, hidden, shape)
 
@@ -81,6 +123,13 @@ def scaled_in_place(r: Recorder, hidden: Tensor, shape: LayerShape) -> Tensor:
     node = r.node((hidden, scalar), (scalar,), lambda r, gradients: [r.empty(*like, "grad_layer_scaled"), None])
     return Tensor(hidden.storage, hidden.shape, hidden.dtype, node)
 
+
+EXPERTS = {
+    "mixed": key("enable_moe_block", default=False),
+    "experts": key("num_experts", default=None),
+    "expert_top_k": key("top_k_experts", default=None),
+    "expert_ffn": key("moe_intermediate_size", default=None),
+}
 
 CONFIG = Config(
     keys={
@@ -112,7 +161,6 @@ CONFIG = Config(
     gated_gelu=True,
     refused={
         "num_kv_shared_layers": 0,
-        "enable_moe_block": False,
         "use_bidirectional_attention": "vision",
         "rope_parameters.sliding_attention.rope_type": "default",
         "rope_parameters.full_attention.rope_type": "proportional",
@@ -121,19 +169,32 @@ CONFIG = Config(
 )
 
 SUBMODULES = GEMMA2.submodules or {}
+OF_ROUTER = ("router_scale", "router_expert_scale")
+"""The router's own parameters, which ``parameters()`` has before its linear layer's, and ``fully_shard`` behind it
+(``_get_managed_modules``)."""
+OF_EXPERTS = (
+    *("router", *OF_ROUTER, "experts"),
+    *("mlp_alone_norm", "experts_output_norm", "experts_norm"),
+)
 
 GEMMA4_TEXT = replace(
     GEMMA2,
     name="gemma4_text",
-    config=CONFIG,
+    config=replace(CONFIG, keys={**CONFIG.keys, **EXPERTS}),
     covers={
-        **reads(LLAMA, "logit_softcap", "full_interval", "full_head_dim", "full_kv_heads", "keys_as_values"),
+        **reads(MIXTURE, "logit_softcap", "full_interval", "full_head_dim", "full_kv_heads", "keys_as_values"),
         "norm_place": ("both",),
         "activation": ("geglu",),
         "qk_norm": (True,),
         "mlp_bias": (False,),
         "embedding_scale": (True,),
+        "router_score_first": (False,),
+        "dense_layers": ((),),
     },
+    mlp_beside_experts=True,
+    experts_in="",
+    no_zero3_of_experts="its router, which has parameters beside its linear layer's, has not been compared with "
+    "DeepSpeed's engine",
     needs=("full_interval", "full_head_dim", "full_kv_heads"),
     layer=gemma4_layer,
     attention=gemma4_attention,
@@ -144,8 +205,20 @@ GEMMA4_TEXT = replace(
     scales_layers=True,
     classifies=False,
     since=LIBRARIES["transformers"].newest,
-    submodules={**SUBMODULES, "layer": replace(SUBMODULES["layer"], parts=("value_norm",))},
-    registered=("query", "query_norm", "key_norm", "key", "value", "attention_output", *GEMMA2.registered[4:]),
+    submodules={
+        **SUBMODULES,
+        "layer": replace(SUBMODULES["layer"], parts=("value_norm",), own=OF_ROUTER, own_before="router"),
+    },
+    registered=(
+        "query",
+        "query_norm",
+        "key_norm",
+        "key",
+        "value",
+        "attention_output",
+        *GEMMA2.registered[4:],
+        *OF_EXPERTS,
+    ),
 )
 
 GEMMA4_UNIFIED_TEXT = replace(
@@ -158,9 +231,11 @@ GEMMA4_UNIFIED_TEXT = replace(
             "positions_max": key("max_position_embeddings", default=262_144),
             "sliding_window": key("sliding_window", default=1024),
         },
-        refused={name: value for name, value in CONFIG.refused.items() if name != "enable_moe_block"},
         wanted={},
     ),
+    covers={**GEMMA4_TEXT.covers, "experts": (0,)},
+    mlp_beside_experts=False,
+    no_zero3_of_experts="",
 )
 """``Gemma4UnifiedTextDecoderLayer`` is the same without experts and embeddings of each layer."""
 

@@ -38,7 +38,14 @@ def embedding(spec: ModelSpec) -> int:
 def layer(spec: ModelSpec, *, experts: bool = False) -> int:
     """One transformer layer: attention, MLP or experts, and their norms: one or two each, or one for both."""
     norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
-    return attention(spec) + (mixture(spec) if experts else mlp(spec)) + norms * norm(spec)
+    beside = beside_experts(spec) if experts and family(spec.family).mlp_beside_experts else 0
+    return attention(spec) + (mixture(spec) + beside if experts else mlp(spec)) + norms * norm(spec)
+
+
+def beside_experts(spec: ModelSpec) -> int:
+    """An MLP beside experts: with its weights norms of both outputs and of what experts take, and scales of a router's
+    features and experts, ``h + E``."""
+    return mlp(spec) + 3 * norm(spec) + spec.hidden + spec.experts
 
 
 def block_of_sizes(spec: ModelSpec, text: str) -> int:

@@ -67,6 +67,8 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["nope_interval"] = _of_windowed(config, items["sliding_window"])
     if family.layers_differ:
         items |= _blocks(items, config)
+    if "mixed" in items:
+        items |= _of_experts(items, config, family)
     if "full_head_dim" in items:
         items |= _of_full_layers(items, config)
     items = _with_derived_sizes(items, config)
@@ -392,6 +394,15 @@ def _blocks(items: dict[str, Node], config: Node) -> dict[str, Node]:
     return {"layer_blocks": Node(found, origin), "kv_heads": Node(groups, origin), "ffn": Node(widest, origin)}
 
 
+def _of_experts(items: dict[str, Node], config: Node, family: Config) -> dict[str, Node]:
+    """Sizes of experts, which count only where a switch says that there are some."""
+    mixed, names = items.pop("mixed"), ("experts", "expert_top_k", "expert_ffn")
+    for name in names if mixed.value else ():
+        if items[name].value is None:
+            raise config.lacks(_found(config, family.keys[name]), f"is missing (the model's {name})")
+    return {} if mixed.value else {name: Node(0, mixed.origin) for name in names}
+
+
 _PER_LAYER = {"head_dim": "full_head_dim", "num_key_value_heads": "full_kv_heads"}
 """Settings of single layers in ``per_layer_config``, by the fields that say them of layers that see all tokens."""
 
@@ -585,6 +596,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     **dict.fromkeys(("nope_interval", "linear_interval"), _whole(1, MOST_LAYERS)),
     "full_interval": _whole(2, MOST_LAYERS),
+    "top_k_experts": _whole(0, LARGEST),
     "layer_types": ("a list of kinds of layers", lambda value: isinstance(value, list)),
     "layer_pattern": (
         "the kinds of all layers, in letters or as a list",
@@ -600,7 +612,7 @@ _RULES: Mapping[str, _Rule] = {
     "router_method": (f"{GREEDY} or group_limited_greedy", lambda value: value in (GREEDY, "group_limited_greedy")),
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
-    **dict.fromkeys(("qk_norm", "router_normalises", "router_loss", "keys_as_values"), _SWITCH_RULE),
+    **dict.fromkeys(("qk_norm", "router_normalises", "router_loss", "keys_as_values", "mixed"), _SWITCH_RULE),
 }
 
 

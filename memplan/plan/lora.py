@@ -163,7 +163,9 @@ def of_experts(plan: Plan) -> frozenset[str]:
     if not given:
         return frozenset()
     spec, lora = plan.model, plan.lora
-    if not spec.experts or family(spec.family).mixture is None or spec.mlp_bias:
+    known = family(spec.family)
+    stacked = known.mixture is not None or known.mlp_beside_experts
+    if not spec.experts or not stacked or spec.mlp_bias:
         what = "names stacks of experts, and" if spec.experts else "is for stacks of experts, which this model has not:"
         how = "only stacks without biases are modelled" if spec.experts else "name linear layers (--lora-targets)"
         raise plan.wrong("lora.target_parameters", f"{what} {how}; the model is {spec.name}")

@@ -333,10 +333,12 @@ def takes_mask(plan: Plan) -> bool:
 
 
 def takes_package(plan: Plan) -> bool:
-    """Whether flash-attn's kernels run: in 16 bits, from Ampere on (``csrc/flash_attn/flash_api.cpp``, ``mha_fwd``)."""
+    """Whether flash-attn's kernels run: in 16 bits, from Ampere on, with heads of up to 256 features
+    (``csrc/flash_attn/flash_api.cpp``, ``mha_fwd``)."""
     gpu = GPUS.get(plan.hardware.gpu or "")
     capability = gpu.compute_capability if gpu is not None else None
-    return plan.precision.dtype != "fp32" and (capability is None or capability >= (8, 0))
+    fits = plan.model.full_head_dim <= WIDEST_FLASH
+    return fits and plan.precision.dtype != "fp32" and (capability is None or capability >= (8, 0))
 
 
 def unmasked_scores(plan: Plan) -> bool:

@@ -58,6 +58,7 @@ GEMMA3 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 3}
 WINDOWED = UNCAPPED | {"final_logit_softcapping": 30.0, "sliding_window_pattern": 6}
 GEMMA4: dict[str, Any] = {**LLAMA, "sliding_window": 160, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
 GEMMA4 |= {"global_head_dim": 272, "hidden_size_per_layer_input": 0}
+MIXED: dict[str, Any] = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 80}
 EXAONE4 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 2, "bos_token_id": 0, "eos_token_id": 0}
 OLMO3 = {**LLAMA, "sliding_window": 160, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 STARCODER2 = {**LLAMA, "sliding_window": 160}
@@ -289,6 +290,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gemma4_text-one-key": ("gemma4_text", GEMMA4 | {"num_key_value_heads": 1, "attention_k_eq_v": True}),
     "gemma4_unified_text": ("gemma4_unified_text", GEMMA4),
+    "gemma4_text-experts": ("gemma4_text", GEMMA4 | MIXED | {"attention_k_eq_v": True}),
+    "gemma4_text-experts-untied": (
+        "gemma4_text",
+        GEMMA4 | MIXED | {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 6},
+    ),
 }
 MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-masked": ("mistral", LLAMA | {"sliding_window": 37}),

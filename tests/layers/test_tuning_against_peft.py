@@ -136,6 +136,8 @@ ADAPTED = (
     Adapted("gemma4_text", "bf16", "flash", "none", "all-linear"),
     Adapted("gemma4_text-keys-as-values", "bf16", "flash", "full", "all-linear"),
     Adapted("gemma4_text-keys-as-values", "bf16", "eager", "none", "q_proj,v_proj", 0.0),
+    Adapted("gemma4_text-experts", "bf16", "flash", "none", "q_proj,o_proj"),
+    Adapted("gemma4_text-experts", "bf16", "eager", "full", "q_proj,v_proj", 0.0, parameters=BOTH),
 )
 PARTLY = (
     Partly("llama", "bf16", "flash", "none", True, 2),

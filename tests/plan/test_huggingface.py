@@ -485,7 +485,7 @@ def test_gemma_4_is_read_as_published_and_as_saved(kind: str, tmp_path: Path) ->
     ``num_global_key_value_heads``, and one that transformers saved ``per_layer_config``."""
     transformers = pytest.importorskip("transformers")
     built_in = load_spec("gemma-4-31b")
-    same = {name: getattr(built_in, name) for name in ("name", "family", "source")}
+    same = {name: getattr(built_in, name) for name in ("name", "family", "source", "published_parameters")}
     published = gemma_4(model_type=f"{kind}_text")
     saved = transformers.AutoConfig.for_model(**published).to_dict()
     assert "global_head_dim" not in saved
@@ -499,10 +499,24 @@ def test_gemma_4_is_read_as_published_and_as_saved(kind: str, tmp_path: Path) ->
     )
 
 
+def test_experts_of_gemma_4_are_there_where_it_says_so(tmp_path: Path) -> None:
+    """``enable_moe_block``, without which sizes of experts say nothing (google/gemma-4-26B-A4B)."""
+    experts = {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    assert spec_of(gemma_4(**experts), tmp_path).experts == 0
+    sizes = {"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16}
+    heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 2, "layer_types": SIX * 5}
+    found = spec_of(gemma_4(**experts, **sizes, **heads, enable_moe_block=True), tmp_path)
+    built_in = load_spec("gemma-4-26b-a4b")
+    same = {name: getattr(built_in, name) for name in ("name", "source", "published_parameters")}
+    assert found.model_copy(update=same) == built_in
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256: is not modelled; only 0 is"),
+        ({"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}, "moe_intermediate_size: is missing"),
+        ({"enable_moe_block": 1}, "enable_moe_block = 1: must be true or false"),
         ({"num_kv_shared_layers": 20}, "num_kv_shared_layers = 20: is not modelled; only 0 is"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = all: is not modelled; only vision is"),
         (

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import product
 
+from ...families import family
 from ...frameworks import framework
 from ...layers.module import NO_PASSES, Parameter, Passes, grown
 from ...layers.work import ITEMSIZE as ITEMSIZE, Attention
@@ -330,7 +331,9 @@ def model_flops(plan: ResolvedPlan, *, halves: bool = False) -> float:
         return plan.tokens_of_step * (own + 6.0 * head)
     layers = spec.layers + further
     dense = sum(not spec.has_experts(layer) for layer in range(spec.layers))
-    mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + (layers - dense) * _mixture_weights(spec)
+    mixtures = layers - dense
+    dense = spec.layers if family(spec.family).mlp_beside_experts else dense
+    mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + mixtures * _mixture_weights(spec)
     linear = sum(map(spec.is_linear, range(spec.layers)))
     layers -= linear
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
