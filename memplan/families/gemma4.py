@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..layers import experts, ops, selecting, work
 from ..layers.autograd import Recorder, Tensor, size_of
-from ..layers.coverage import MIXTURE, reads
+from ..layers.coverage import MIXTURE, Allowed, reads
 from ..layers.huggingface import Heads, LayerShape, Shared, attention, linear, norm, rotary_one, softmax_fp32
 from ..plan.releases import LIBRARIES
 from ..plan.spec import ModelSpec
@@ -177,20 +177,22 @@ OF_EXPERTS = (
     *("mlp_alone_norm", "experts_output_norm", "experts_norm"),
 )
 
+COVERED: Allowed = {
+    **reads(MIXTURE, "logit_softcap", "full_interval", "full_head_dim", "full_kv_heads", "keys_as_values"),
+    "norm_place": ("both",),
+    "activation": ("geglu",),
+    "qk_norm": (True,),
+    "mlp_bias": (False,),
+    "embedding_scale": (True,),
+    "router_score_first": (False,),
+    "dense_layers": ((),),
+}
+
 GEMMA4_TEXT = replace(
     GEMMA2,
     name="gemma4_text",
     config=replace(CONFIG, keys={**CONFIG.keys, **EXPERTS}),
-    covers={
-        **reads(MIXTURE, "logit_softcap", "full_interval", "full_head_dim", "full_kv_heads", "keys_as_values"),
-        "norm_place": ("both",),
-        "activation": ("geglu",),
-        "qk_norm": (True,),
-        "mlp_bias": (False,),
-        "embedding_scale": (True,),
-        "router_score_first": (False,),
-        "dense_layers": ((),),
-    },
+    covers=COVERED,
     mlp_beside_experts=True,
     experts_in="",
     no_zero3_of_experts="its router, which has parameters beside its linear layer's, has not been compared with "
@@ -233,7 +235,7 @@ GEMMA4_UNIFIED_TEXT = replace(
         },
         wanted={},
     ),
-    covers={**GEMMA4_TEXT.covers, "experts": (0,)},
+    covers={**COVERED, "experts": (0,)},
     mlp_beside_experts=False,
     no_zero3_of_experts="",
 )
