@@ -13,10 +13,12 @@ from .plan.plan import ResolvedPlan
 from .plan.releases import (
     TRL_NEWEST,
     TRL_TILES,
+    WIDEST_FLASH,
     beyond_known,
     prefers_cudnn,
     release,
     shown,
+    takes_package,
     unmasked_scores,
 )
 from .plan.traced_spec import TracedSpec
@@ -112,6 +114,19 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
 
 
 def _fused(plan: ResolvedPlan) -> str:
+    wide = plan.attention == "flash" and plan.model.has_sizes and plan.model.full_head_dim > WIDEST_FLASH
+    return _of_others(plan) + (WIDE_HEADS.format(plan.model.full_head_dim) if wide else "")
+
+
+WIDE_HEADS = (
+    "; layers that see all tokens have heads of {} features, which only the memory-efficient kernel takes, with keys "
+    "and values once for every query head"
+)
+"""``sdp_utils.cpp`` (``check_head_dim_size_flash``); ``integrations/sdpa_attention.py`` (``use_gqa_in_sdpa``)."""
+
+
+def _of_others(plan: ResolvedPlan) -> str:
+    """Of layers with heads that the flash kernel takes, if dtype and masks let it."""
     words = framework(plan.framework).attention_words(plan)
     if plan.masked_kernel and not plan.compile:
         return _masked(plan)
@@ -144,6 +159,8 @@ def _masked(plan: ResolvedPlan) -> str:
     layers, tokens = "layer with a window", "no token is padding"
     without = " (flash_attention_2 does none of this)"
     repeated = ", and keys and values once for every query head" * (plan.model.kv_heads != plan.model.heads)
+    if not takes_package(plan):
+        without = ""
     if plan.padded:
         when, layers = "a batch with padding gives it a mask in every layer", "layer"
         tokens, without = "every batch is padded to the sequence length", ""

@@ -11,7 +11,7 @@ from .plan.checks import no_padding
 from .plan.lora import left_out, named_layers
 from .plan.loss_checks import FUSED
 from .plan.plan import ResolvedPlan
-from .plan.releases import sdpa_kernel, takes_package, unmasked_scores
+from .plan.releases import WIDEST_FLASH, sdpa_kernel, takes_package, unmasked_scores
 from .plan.traced_spec import TracedSpec
 from .result import Notice
 from .tape.program import Program
@@ -106,7 +106,10 @@ def _masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
     package = f"flash_attention_2{' without --padding' * plan.padded}"
     instead = f"--attention {package} (needs flash-attn) keeps {keeps} and is faster"
     if not takes_package(plan):
-        instead = f"flash_attention_2, which keeps {keeps}, needs a 16-bit dtype and a GPU from Ampere on"
+        needs = "a 16-bit dtype and a GPU from Ampere on"
+        if spec.full_head_dim > WIDEST_FLASH:
+            needs = f"heads of at most {WIDEST_FLASH} features in all layers, not of {spec.full_head_dim}"
+        instead = f"flash_attention_2, which keeps {keeps}, needs {needs}"
     when = "a batch has padding"
     if not plan.padded:
         when = f"sequences have {spec.sliding_window} tokens (the sliding window) or more"

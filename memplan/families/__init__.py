@@ -24,6 +24,7 @@ ROOMS = {
     "gemma": ".gemma",
     "gemma2": ".gemma2",
     "gemma3_text": ".gemma3",
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), ".gemma4"),
     "exaone4": ".exaone4",
     **dict.fromkeys(("olmo2", "olmo3"), ".olmo3"),
     **dict.fromkeys(("cohere", "cohere2"), ".cohere"),

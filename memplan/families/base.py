@@ -104,7 +104,9 @@ class Submodules:
     """Submodules that have several operators, and their hooks at the ends of what a recipe calls so
     (``Recorder.entered``)."""
     own: tuple[str, ...] = ()
-    """Parameters of containers themselves, which come before those of submodules in ``parameters()``."""
+    """Parameters of containers themselves, which come before those of submodules in ``parameters()``,"""
+    own_before: str = ""
+    """and before which of these, if not the first."""
     products_of_leaves: bool = False
     """Products of parts take stacked weights themselves, not views of them: autograd keeps the variable, whose data
     ends with its release."""
@@ -157,6 +159,9 @@ class Family:
     """What a layer with experts has in place of an MLP."""
     experts_in: str = "mlp"
     """What a layer calls the module that has router and experts."""
+    mlp_beside_experts: bool = False
+    """Layers with experts have an MLP, too, norms of both outputs and of what experts take, and a router with a scale
+    of each feature and of each expert."""
     norm: Callable[[Recorder, Tensor, str], Tensor] | None = None
     """Where it is not plain LayerNorm or RMSNorm."""
     projecting: Projecting | None = None
@@ -208,6 +213,8 @@ class Family:
     """Its masks are compared with transformers' for batches with padding, too."""
     scale_in_embedding: bool = False
     """The embedding multiplies its output itself, by a buffer; else the model does."""
+    scales_layers: bool = False
+    """Every layer multiplies its output by a buffer of one number."""
     returns_weights: bool = False
     """Layers return their attention weights, which the model holds while the next layer runs: a recomputed layer
     leaves more than its output behind, which is not modelled."""
@@ -239,7 +246,9 @@ class Family:
     idle: str = ""
     """Which parameters it has that want gradients and never get any."""
     no_zero3: str = ""
-    """Why ZeRO-3 is not modelled for it."""
+    """Why ZeRO-3 is not modelled for it,"""
+    no_zero3_of_experts: str = ""
+    """or for those of its models that have experts."""
 
     # -- Megatron's own layers
 

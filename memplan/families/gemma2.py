@@ -43,17 +43,25 @@ def gemma2_layer(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape)
     """``Gemma2DecoderLayer.forward`` and ``Glm4DecoderLayer.forward``; ``Exaone4DecoderLayer.forward`` has no norms
     before attention and MLP."""
     spec, both = shape.spec, shape.spec.norm_place == "both"
-    residual = hidden
-    hidden = norm(r, hidden, spec, "attention_norm") if both else hidden
-    hidden, _ = (family(spec.family).attention or llama_attention)(r, hidden, shared, shape)
-    hidden = norm(r, hidden, spec, "attention_output_norm")
-    hidden = ops.add(r, residual, hidden, "residual_attention")
+    residual = hidden  # variables end in the order in which they come to be: it before attention's weights
+    hidden, _ = attended(r, hidden, shared, shape)
     residual = hidden
     hidden = norm(r, hidden, spec, "mlp_norm") if both else hidden
     hidden = (family(spec.family).mlp or llama_mlp)(r, hidden, spec)
     hidden = norm(r, hidden, spec, "mlp_output_norm")
     hidden = ops.add(r, residual, hidden, "residual_mlp")
     return hidden  # noqa: RET504 - the variable ends its tensor's life
+
+
+def attended(r: Recorder, hidden: Tensor, shared: Shared, shape: LayerShape) -> tuple[Tensor, Tensor | None]:
+    """Its first half: attention between its norms, and the sum; and attention's weights."""
+    spec = shape.spec
+    residual = hidden
+    hidden = norm(r, hidden, spec, "attention_norm") if spec.norm_place == "both" else hidden
+    hidden, weights = (family(spec.family).attention or llama_attention)(r, hidden, shared, shape)
+    hidden = norm(r, hidden, spec, "attention_output_norm")
+    hidden = ops.add(r, residual, hidden, "residual_attention")
+    return hidden, weights
 
 
 def gemma2_embedding(r: Recorder, shape: LayerShape) -> Embedded:
@@ -69,7 +77,7 @@ def of_both_kinds(r: Recorder, shape: LayerShape, inputs_embeds: Tensor, *, pack
     full = causal_mask(r, shape, window=False, packed=packed)
     mask = causal_mask(r, shape, packed=packed)
     cos, sin = rotary_tables(r, shape)
-    of_full = rotary_tables(r, shape) if shape.spec.turns_twice else None
+    of_full = rotary_tables(r, shape.of_layer(shape.spec.full_interval - 1)) if shape.spec.turns_twice else None
     return Embedded(inputs_embeds, Shared(mask, cos, sin, position_ids, full, of_full))
 
 

@@ -12,7 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..families import family
-from ..plan.releases import ATTENTION_FUNCTIONS, CLAMPED_SLICES, GROUPED_SDPA, LIBRARIES, STRIDED_SDPA, Version
+from ..plan.releases import (
+    ATTENTION_FUNCTIONS,
+    CLAMPED_SLICES,
+    GROUPED_SDPA,
+    LIBRARIES,
+    STRIDED_SDPA,
+    WIDEST_FLASH as WIDEST_GROUPED,
+    Version,
+)
 from ..plan.spec import ModelSpec
 from ..tape.events import Category
 from ..values import dataclass, replace
@@ -60,6 +68,10 @@ class LayerShape:
     """Sequences have padding, by which masks differ from one to the next and are in every layer."""
     window: bool = True
     """The layer has a mask, where some layers' attention has one."""
+    full: bool = False
+    """The layer sees all tokens, and has sizes of its own, which ``spec`` has then."""
+    full_kernel: str = ""
+    """``kernel`` of such layers."""
     expert_ranks: int = 1
     """Ranks that share a layer's experts, where torchtitan's layers run."""
     tensor: int = 1
@@ -80,17 +92,21 @@ class LayerShape:
         """Of the layer ``number``, from 0."""
         return self.of_kind(*self.kind_of(number))
 
-    def kind_of(self, number: int) -> tuple[bool, bool, bool, bool]:
+    def kind_of(self, number: int) -> tuple[bool, bool, bool, bool, bool]:
         """What ``of_kind`` is asked for by the layer ``number``, from 0."""
         spec = self.spec
         window = self.padded or not (self.masked_kernel and spec.sees_all(number))
-        return spec.has_experts(number), spec.has_positions(number), spec.is_linear(number), window
+        full = spec.is_full(number)
+        return spec.has_experts(number), spec.has_positions(number), spec.is_linear(number), window, full
 
-    def of_kind(self, mixture: bool, turns: bool, linear: bool, window: bool = True) -> LayerShape:
-        """Of a layer with or without experts, with or without positions, with a gated delta net or attention, and with
-        a mask where others have one or without."""
-        same = (mixture, turns, linear, window) == (self.mixture, self.turns, self.linear, self.window)
-        return self if same else replace(self, mixture=mixture, turns=turns, linear=linear, window=window)
+    def of_kind(self, mixture: bool, turns: bool, linear: bool, window: bool = True, full: bool = False) -> LayerShape:
+        """Of a layer with or without experts, with or without positions, with a gated delta net or attention, with
+        a mask where others have one or without, and with the sizes of layers that see all tokens or others'."""
+        same = (mixture, turns, linear, window, full) == (self.mixture, self.turns, self.linear, self.window, self.full)
+        if same:
+            return self
+        own = replace(self, mixture=mixture, turns=turns, linear=linear, window=window, full=full)
+        return replace(own, spec=self.spec.of_full_layers, kernel=self.full_kernel) if full else own
 
     @property
     def table(self) -> int:
@@ -139,9 +155,10 @@ class LayerShape:
 
     @property
     def repeats(self) -> bool:
-        """sdpa's caller repeats heads of keys and values, beside a mask in all releases; in older layers every
-        kernel's."""
-        does = self.older if self.package else self.masked or self.transformers < GROUPED_SDPA
+        """sdpa's caller repeats heads of keys and values, beside a mask in all releases, and where the flash kernel
+        does not take them (``use_gqa_in_sdpa``); in older layers every kernel's."""
+        wide = self.spec.head_dim > WIDEST_GROUPED
+        does = self.older if self.package else self.masked or wide or self.transformers < GROUPED_SDPA
         return does and self.spec.heads > self.spec.kv_heads
 
     @property

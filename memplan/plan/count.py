@@ -22,6 +22,8 @@ def parameters(spec: ModelSpec) -> int:
     experts, linear = (sum(map(of, range(spec.layers))) for of in (spec.has_experts, spec.is_linear))
     layers = (spec.layers - experts) * layer(spec) + experts * layer(spec, experts=True)
     layers += linear * (delta(spec) - attention(spec)) if linear else 0
+    full = sum(map(spec.is_full, range(spec.layers)))
+    layers += full * (full_attention(spec) - attention(spec)) if full else 0
     return embedding(spec) + layers + final_norm + head(spec) + furthers(spec)
 
 
@@ -36,7 +38,14 @@ def embedding(spec: ModelSpec) -> int:
 def layer(spec: ModelSpec, *, experts: bool = False) -> int:
     """One transformer layer: attention, MLP or experts, and their norms: one or two each, or one for both."""
     norms = 1 if spec.blocks == "parallel_one_norm" else 4 if spec.norm_place == "both" else 2
-    return attention(spec) + (mixture(spec) if experts else mlp(spec)) + norms * norm(spec)
+    beside = beside_experts(spec) if experts and family(spec.family).mlp_beside_experts else 0
+    return attention(spec) + (mixture(spec) + beside if experts else mlp(spec)) + norms * norm(spec)
+
+
+def beside_experts(spec: ModelSpec) -> int:
+    """An MLP beside experts: with its weights norms of both outputs and of what experts take, and scales of a router's
+    features and experts, ``h + E``."""
+    return mlp(spec) + 3 * norm(spec) + spec.hidden + spec.experts
 
 
 def block_of_sizes(spec: ModelSpec, text: str) -> int:
@@ -101,6 +110,13 @@ def attention(spec: ModelSpec) -> int:
     h, qkv, out = spec.hidden, spec.qkv_features, spec.attention_features
     biases = (qkv if spec.attention_bias else 0) + (h if spec.attention_output_bias else 0)
     return h * qkv + out * h + biases + head_norms(spec) + (spec.heads if spec.attention_sinks else 0)
+
+
+def full_attention(spec: ModelSpec) -> int:
+    """Of layers that see all tokens, by heads of their own, perhaps without a projection of values."""
+    own = spec.of_full_layers
+    features = own.kv_heads * own.head_dim if spec.keys_as_values else 0
+    return attention(own) - features * (spec.hidden + (1 if spec.attention_bias else 0))
 
 
 def head_norms(spec: ModelSpec) -> int:

@@ -67,6 +67,10 @@ def spec_of_config(config: Node, path: Path) -> Node:
         items["nope_interval"] = _of_windowed(config, items["sliding_window"])
     if family.layers_differ:
         items |= _blocks(items, config)
+    if "mixed" in items:
+        items |= _of_experts(items, config, family)
+    if "full_head_dim" in items:
+        items |= _of_full_layers(items, config)
     items = _with_derived_sizes(items, config)
     if "mamba_heads" in items:
         items |= _mixture(items)
@@ -390,6 +394,54 @@ def _blocks(items: dict[str, Node], config: Node) -> dict[str, Node]:
     return {"layer_blocks": Node(found, origin), "kv_heads": Node(groups, origin), "ffn": Node(widest, origin)}
 
 
+def _of_experts(items: dict[str, Node], config: Node, family: Config) -> dict[str, Node]:
+    """Sizes of experts, which count only where a switch says that there are some."""
+    mixed, names = items.pop("mixed"), ("experts", "expert_top_k", "expert_ffn")
+    for name in names if mixed.value else ():
+        if items[name].value is None:
+            raise config.lacks(_found(config, family.keys[name]), f"is missing (the model's {name})")
+    return {} if mixed.value else {name: Node(0, mixed.origin) for name in names}
+
+
+_PER_LAYER = {"head_dim": "full_head_dim", "num_key_value_heads": "full_kv_heads"}
+"""Settings of single layers in ``per_layer_config``, by the fields that say them of layers that see all tokens."""
+
+
+def _of_full_layers(items: dict[str, Node], config: Node) -> dict[str, Node]:
+    """Heads of layers that see all tokens (``Gemma4TextConfig.__post_init__``): as ``per_layer_config`` says, in which
+    transformers saves them, else ``global_head_dim`` and, where keys are values, ``num_global_key_value_heads``."""
+    if items["layers"].whole % items["full_interval"].whole:
+        problem = "must end with full_attention, which transformers makes of the last layer in any case"
+        raise config.lacks("layer_types", problem)
+    own = items["keys_as_values"].value and items["full_kv_heads"].value is not None
+    found = {"full_kv_heads": items["full_kv_heads" if own else "kv_heads"]}
+    said = config.mapping.get("per_layer_config")
+    if said is None or not isinstance(said.value, dict):
+        return found
+    layers, interval = items["layers"].whole, items["full_interval"].whole
+    full = [layer for layer in range(layers) if (layer + 1) % interval == 0]
+    numbers = sorted(int(number) for number in said.mapping if number.isdecimal())
+    each = [{name: one.plain() for name, one in node.mapping.items()} for node in said.mapping.values()]
+    if (
+        numbers != full
+        or len(each) != len(full)
+        or any(one != each[0] or one.keys() - _PER_LAYER.keys() for one in each)
+    ):
+        problem = "is not modelled; only one head_dim and num_key_value_heads of all layers with full_attention are"
+        raise said.lacks("per_layer_config", problem)
+    found = {"full_head_dim": items["head_dim"], "full_kv_heads": items["kv_heads"]}
+    (first, *_) = said.mapping.values()
+    return found | {field: _checked(first.mapping[name], name) for name, field in _PER_LAYER.items() if name in each[0]}
+
+
+def _checked(node: Node, name: str) -> Node:
+    """A size of elements."""
+    allowed, accepts = _SIZE_RULE
+    if not accepts(node.value):
+        raise node.wrong(name, f"must be {allowed}")
+    return node
+
+
 _KINDS = {
     "M": "M", "*": "*", "-": "-", "E": "E", "mamba": "M", "linear_attention": "M", "attention": "*",
     "full_attention": "*", "mlp": "-", "moe": "E",
@@ -544,6 +596,7 @@ _RULES: Mapping[str, _Rule] = {
     ),
     **dict.fromkeys(("nope_interval", "linear_interval"), _whole(1, MOST_LAYERS)),
     "full_interval": _whole(2, MOST_LAYERS),
+    "top_k_experts": _whole(0, LARGEST),
     "layer_types": ("a list of kinds of layers", lambda value: isinstance(value, list)),
     "layer_pattern": (
         "the kinds of all layers, in letters or as a list",
@@ -559,7 +612,7 @@ _RULES: Mapping[str, _Rule] = {
     "router_method": (f"{GREEDY} or group_limited_greedy", lambda value: value in (GREEDY, "group_limited_greedy")),
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),
     **dict.fromkeys(("attention_bias", "attention_output_bias", "mlp_bias", "tied_embeddings", "blocks"), _SWITCH_RULE),
-    **dict.fromkeys(("qk_norm", "router_normalises", "router_loss"), _SWITCH_RULE),
+    **dict.fromkeys(("qk_norm", "router_normalises", "router_loss", "keys_as_values", "mixed"), _SWITCH_RULE),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..families import family
 from ..frameworks import framework
@@ -163,7 +163,9 @@ def of_experts(plan: Plan) -> frozenset[str]:
     if not given:
         return frozenset()
     spec, lora = plan.model, plan.lora
-    if not spec.experts or family(spec.family).mixture is None or spec.mlp_bias:
+    known = family(spec.family)
+    stacked = known.mixture is not None or known.mlp_beside_experts
+    if not spec.experts or not stacked or spec.mlp_bias:
         what = "names stacks of experts, and" if spec.experts else "is for stacks of experts, which this model has not:"
         how = "only stacks without biases are modelled" if spec.experts else "name linear layers (--lora-targets)"
         raise plan.wrong("lora.target_parameters", f"{what} {how}; the model is {spec.name}")
@@ -297,6 +299,18 @@ def linear_sizes(spec: ModelSpec) -> Mapping[str, tuple[int, int]]:
     return sizes
 
 
+def _more_of_full_layers(
+    spec: ModelSpec, counts: Mapping[str, int], names: Iterable[str], rank: int, dora: bool
+) -> int:
+    """Elements that adapters of attention called ``names`` have more in layers that see all tokens, by heads of their
+    own, than ``counts`` of other layers."""
+    full = sum(map(spec.is_full, range(spec.layers)))
+    sizes = linear_sizes(spec.of_full_layers)
+    own = {name: rank * sum(sizes[name]) + sizes[name][1] * dora for name in counts}
+    own["value"] *= not spec.keys_as_values
+    return full * sum(own[name] - counts[name] for name in names) if full else 0
+
+
 def adapter_parameters(plan: Plan) -> int:
     """Elements of all adapters: ``r (k + n)`` for a layer with k inputs and n outputs; of DoRA n more."""
     spec, rank, h = plan.model, plan.lora.rank or 0, plan.model.hidden
@@ -319,6 +333,7 @@ def adapter_parameters(plan: Plan) -> int:
         return dense if name in OF_EXPERTS and not shared else spec.layers - (dense if shared else 0)
 
     of_layers = sum(counts[name] * (1 if name in once else layers(name)) for name in adapted(plan))
+    of_layers += _more_of_full_layers(spec, counts, adapted(plan), rank, plan.lora.dora)
     sizes = {"experts.gate_up": (h, 2 * spec.expert_ffn), "experts.down": (spec.expert_ffn, h)}
     stacks = sum(rank * spec.experts * sum(sizes[name]) for name in of_experts(plan))
     return of_layers + stacks * (spec.layers - dense)

@@ -21,6 +21,15 @@ def check_model(model: ModelSpec) -> None:
     """Sizes of the architecture that must fit one another."""
     if model.heads % model.kv_heads:
         raise model.wrong("kv_heads", f"must divide the {model.heads} attention heads ({divisors(model.heads)})")
+    if model.full_kv_heads and model.heads % model.full_kv_heads:
+        raise model.wrong("full_kv_heads", f"must divide the {model.heads} attention heads ({divisors(model.heads)})")
+    model.refuse(
+        ("full_head_dim", model.full_head_dim % 2, "must be even: rotary positions turn features in pairs"),
+        *(
+            (name, getattr(model, name) and not model.full_head_dim, "needs model.full_head_dim")
+            for name in ("full_kv_heads", "keys_as_values")
+        ),
+    )
     for field in ("latent_q_rank", "index_head_dim", "index_top_k") if model.index_heads else ():
         if not getattr(model, field):
             raise model.wrong(field, "must be given with an indexer (index_heads)")

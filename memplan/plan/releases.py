@@ -269,15 +269,22 @@ def casts_back(plan: Plan) -> bool:
     return told and prepares(plan)
 
 
-def sdpa_kernel(plan: Plan) -> Literal["flash", "memory-efficient", "math"]:
-    """What ``scaled_dot_product_attention`` runs without a mask (``sdp_utils.cpp``). The flash kernel takes 16 bits
-    (``check_tensor_dtype``); in fp32 the memory-efficient one takes neither fewer heads of keys than of queries
-    (``check_batch_size_and_num_heads_dense``) nor rows of broken words (``check_head_dim_size_mem_efficient``), and
-    what is left is ``_scaled_dot_product_attention_math``, operator by operator."""
-    spec = plan.model
+WIDEST_FLASH = 256
+"""Features of a head that the flash kernel takes (``check_head_dim_size_flash``)."""
+
+
+def sdpa_kernel(plan: Plan, *, full: bool = False) -> Literal["flash", "memory-efficient", "math"]:
+    """What ``scaled_dot_product_attention`` runs without a mask (``sdp_utils.cpp``), in layers that see all tokens if
+    ``full``. The flash kernel takes 16 bits (``check_tensor_dtype``) and heads of up to 256 features, beyond which
+    transformers repeats those of keys (``sdpa_attention.py``, ``use_gqa_in_sdpa``); in fp32 the memory-efficient one
+    takes neither fewer heads of keys than of queries (``check_batch_size_and_num_heads_dense``) nor rows of broken
+    words (``check_head_dim_size_mem_efficient``), and what is left is ``_scaled_dot_product_attention_math``, operator
+    by operator."""
+    spec = plan.model.of_full_layers if full else plan.model
+    wide = full and spec.head_dim > WIDEST_FLASH
     if plan.precision.dtype != "fp32" and (not plan.quantisation.prepared or plan.precision.autocast):
-        return "flash"
-    fewer = spec.heads > spec.kv_heads and release(plan, "transformers") >= GROUPED_SDPA
+        return "flash" if not wide else "math" if spec.head_dim % (2 * FP32_HEAD_MULTIPLE) else "memory-efficient"
+    fewer = not wide and spec.heads > spec.kv_heads and release(plan, "transformers") >= GROUPED_SDPA
     return "math" if fewer or spec.head_dim % FP32_HEAD_MULTIPLE else "memory-efficient"
 
 
@@ -295,7 +302,8 @@ def prefers_cudnn(plan: Plan) -> bool:
     major = gpu.compute_capability[0] if gpu is not None and gpu.compute_capability is not None else 0
     newer = plan.torch is None or parsed(plan.torch) >= CUDNN_ATTENTION
     preferred = newer and major in (9, 10) and not plan.environment.get(DEPRIORITIZED)
-    fits = spec.head_dim <= 128 and not spec.head_dim % 8 and not spec.attention_dropout * 16 % 1
+    widest = max(spec.head_dim, spec.full_head_dim)
+    fits = widest <= 128 and not spec.head_dim % 8 and not spec.attention_dropout * 16 % 1
     return preferred and fits and sdpa_kernel(plan) == "flash"
 
 
@@ -321,20 +329,22 @@ def masked_kernel(plan: Plan) -> Literal["", "cudnn", "memory-efficient", "math"
 def takes_mask(plan: Plan) -> bool:
     """Whether heads are whole words of the memory-efficient kernel, which takes masks."""
     words = FP32_HEAD_MULTIPLE if plan.precision.dtype == "fp32" else 2 * FP32_HEAD_MULTIPLE
-    return not plan.model.head_dim % words
+    return not (plan.model.head_dim % words or plan.model.full_head_dim % words)
 
 
 def takes_package(plan: Plan) -> bool:
-    """Whether flash-attn's kernels run: in 16 bits, from Ampere on (``csrc/flash_attn/flash_api.cpp``, ``mha_fwd``)."""
+    """Whether flash-attn's kernels run: in 16 bits, from Ampere on, with heads of up to 256 features
+    (``csrc/flash_attn/flash_api.cpp``, ``mha_fwd``)."""
     gpu = GPUS.get(plan.hardware.gpu or "")
     capability = gpu.compute_capability if gpu is not None else None
-    return plan.precision.dtype != "fp32" and (capability is None or capability >= (8, 0))
+    fits = plan.model.full_head_dim <= WIDEST_FLASH
+    return fits and plan.precision.dtype != "fp32" and (capability is None or capability >= (8, 0))
 
 
 def unmasked_scores(plan: Plan) -> bool:
     """Whether layers without a window keep scores (``sdpa_kernel``) beside others that are handed a mask."""
     spec = plan.model
-    return plan.masks_windows and sdpa_kernel(plan) == "math" and any(map(spec.sees_all, range(spec.layers)))
+    return plan.masks_windows and sdpa_kernel(plan, full=True) == "math" and any(map(spec.sees_all, range(spec.layers)))
 
 
 def needed(name: str, version: Version) -> Mapping[str, Version]:

@@ -94,7 +94,7 @@ class ModelSpec(Terse):
             "mtp_shared", "labels", "mamba_heads", "mamba_head_dim", "mamba_groups", "mamba_state_dim", "layer_blocks",
             "linear_interval", "linear_key_heads", "linear_value_heads", "linear_key_head_dim", "linear_value_head_dim",
             "linear_conv_kernel", "yarn_factor", "full_interval", "router_loss", "index_heads", "index_head_dim",
-            "index_top_k",
+            "index_top_k", "full_head_dim", "full_kv_heads", "keys_as_values",
         )
     )  # fmt: skip
 
@@ -168,6 +168,17 @@ class ModelSpec(Terse):
         0,
         description="every how many layers one sees all tokens, by rotary positions of its own, and the others those "
         "of the window (Gemma 3: 6); 0: layers are alike",
+    )
+    full_head_dim: Rows = Field(
+        0, description="features of one head in layers that see all tokens (Gemma 4: 512); 0: head_dim in all layers"
+    )
+    full_kv_heads: Rows = Field(
+        0, description="key/value heads of layers that see all tokens (Gemma 4); 0: kv_heads in all layers"
+    )
+    keys_as_values: bool = Field(
+        False,
+        description="layers that see all tokens have no projection of values, and take that of keys (Gemma 4: "
+        "attention_k_eq_v)",
     )
     attention_chunk: Size | None = Field(
         None, description="tokens see those of their own chunk of this many, where the layer has positions (Llama 4)"
@@ -352,6 +363,20 @@ class ModelSpec(Terse):
         """Layers of two kinds are there, each with rotary positions of its own."""
         return 0 < self.full_interval <= self.layers
 
+    @property
+    def mixed(self) -> bool:
+        """There are experts."""
+        return self.experts > 0
+
+    @property
+    def of_full_layers(self) -> "ModelSpec":
+        """The model with the sizes that its layers that see all tokens have, where these are their own."""
+        return _of_full_layers(self) if self.full_head_dim else self
+
+    def is_full(self, layer: int) -> bool:
+        """Whether ``layer``, numbered from 0, has sizes of its own since it sees all tokens."""
+        return self.full_head_dim > 0 and self.sees_all(layer)
+
     def is_linear(self, layer: int) -> bool:
         """Whether ``layer``, numbered from 0, has a gated delta net in place of attention."""
         return self.linear_interval > 0 and (layer + 1) % self.linear_interval != 0
@@ -368,6 +393,12 @@ class ModelSpec(Terse):
     def mamba_inner(self) -> int:
         """Features between the projections of a Mamba-2 layer."""
         return self.mamba_heads * self.mamba_head_dim
+
+
+@lru_cache(maxsize=256)
+def _of_full_layers(spec: ModelSpec) -> ModelSpec:
+    sizes = {"head_dim": spec.full_head_dim, "kv_heads": spec.full_kv_heads or spec.kv_heads}
+    return spec.model_copy(update={**sizes, "full_head_dim": 0, "full_kv_heads": 0})
 
 
 @lru_cache(maxsize=256)

@@ -44,6 +44,8 @@ TINY: dict[str, str] = {
     "minimax_m2": "minimax-m2",
     "ministral3": "ministral-3-8b",
     "gemma3_text": "gemma-3-4b",
+    "gemma4_text": "gemma-4-31b",
+    "gemma4_unified_text": "gemma-4-31b",
     "exaone4": "exaone-4.0-32b",
     "olmo3": "olmo-3-7b",
     "starcoder2": "starcoder2-3b",
@@ -68,6 +70,8 @@ def tiny(family: str, layers: int, **changes: Any) -> dict[str, Any]:
     kv_heads = 4 if family not in ("llama", "mistral", "qwen3", "qwen2", "gemma2", "falcon") else 2
     kv_heads = 1 if family in ("falcon", "gpt_bigcode") else kv_heads
     sizes = {"hidden": 64, "heads": 4, "kv_heads": kv_heads, "head_dim": 16, "ffn": 176, "vocab": 1003}
+    if family == "gemma4_unified_text":
+        sizes["family"] = family  # no model of its own is built in
     if spec(TINY[family]).get("latent_kv_rank"):
         sizes |= {"head_dim": 48, "nope_head_dim": 32, "rope_head_dim": 16, "value_head_dim": 24}
         sizes |= {"latent_kv_rank": 40, "shared_expert_ffn": 96, "expert_ffn": 96, "experts": 16}

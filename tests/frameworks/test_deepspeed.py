@@ -288,6 +288,7 @@ KNOWN: dict[str, dict[str, int]] = {
     "z3-gemma2-recompute": {"+128000": 1, "-128000": 1},
     "z2-gemma2": {"+128000": 1, "-128000": 1},
     **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma3_text", "z3-gemma3_text-recompute", "z2-gemma3_text")},
+    **{key: {"+128000": 1, "-128000": 1} for key in ("z3-gemma4_text", "z3-gemma4_text-recompute", "z2-gemma4_text")},
     "z3-phi3-recompute": {"+8192": 3, "-8192": 3},
     "z3-glm-recompute": {"+8192": 3, "-8192": 3},
     "z3-granitemoehybrid-recompute": {"+8192": 3, "-8192": 3},
@@ -315,7 +316,7 @@ that Liger's loss has made in forward have another name in our backward."""
 GROUPED = (
     "z3-adapters", "z3-adapters-all", "z3-adapters-recompute", "z3-deepseek_v3-adapters", "z3-gemma3_text-adapters",
     "z3-olmo3-adapters", "z3-starcoder2-adapters", "z3-smollm3-adapters", "z3-gemma-adapters",
-    "z3-glm4-adapters",
+    "z3-glm4-adapters", "z3-gemma4_text-adapters",
 )  # fmt: skip
 """Small buckets: a few of what is gathered ahead come in other groups, as many bytes in all."""
 

@@ -154,6 +154,12 @@ OTHERS = (
     Case("llama4_text-biased", oracle.Sharding(shards=6), recompute="full", attention="eager"),
     Case("mistral-masked", oracle.Sharding(shards=3, synced=TWICE), b=3, s=37),
     Case("gemma3_text-masked", oracle.Sharding(shards=3), recompute="full"),
+    Case("gemma4_text", oracle.Sharding(shards=3, synced=TWICE)),
+    Case("gemma4_text-keys-as-values", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
+    Case("gemma4_text-keys-as-values", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
+    Case("gemma4_text-masked-keys-as-values", oracle.Sharding(shards=3)),
+    Case("gemma4_text-experts", oracle.Sharding(shards=3, synced=TWICE)),
+    Case("gemma4_text-experts-untied", oracle.Sharding(shards=5, original="bf16"), recompute="full"),
 )
 APART = oracle.Sharding(ends_apart=True)
 ENDS_APART = (
@@ -175,6 +181,7 @@ ENDS_APART = (
     Case("mixtral", replace(APART, shards=6, original="bf16", synced=TWICE)),
     Case("llama4_text", replace(APART, shards=3, synced=TWICE), recompute="full"),
     Case("llama4_text-dense-unnormed-dropout", replace(APART, shards=5, original="bf16"), attention="eager"),
+    Case("gemma4_text-keys-as-values", replace(APART, synced=TWICE)),
 )
 """Embedding and head are units of their own."""
 FAMILIES = tuple(name for name, (family, _) in MODELS.items() if name == family and family != "bert")

@@ -56,6 +56,9 @@ UNCAPPED: dict[str, Any] = {"attn_logit_softcapping": None, "final_logit_softcap
 UNCAPPED |= {"attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": False}
 GEMMA3 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 3}
 WINDOWED = UNCAPPED | {"final_logit_softcapping": 30.0, "sliding_window_pattern": 6}
+GEMMA4: dict[str, Any] = {**LLAMA, "sliding_window": 160, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+GEMMA4 |= {"global_head_dim": 272, "hidden_size_per_layer_input": 0}
+MIXED: dict[str, Any] = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 80}
 EXAONE4 = {**LLAMA, "sliding_window": 160, "sliding_window_pattern": 2, "bos_token_id": 0, "eos_token_id": 0}
 OLMO3 = {**LLAMA, "sliding_window": 160, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 STARCODER2 = {**LLAMA, "sliding_window": 160}
@@ -298,6 +301,24 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"tie_word_embeddings": False, "use_bias": False, "sliding_window": None, "hidden_act": "gelu_new"},
     ),
     "starcoder2-one-key": ("starcoder2", STARCODER2 | {"num_key_value_heads": 1, "residual_dropout": 0.1}),
+    "gemma4_text": ("gemma4_text", GEMMA4),
+    "gemma4_text-keys-as-values": (
+        "gemma4_text",
+        GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": 30.0},
+    ),
+    "gemma4_text-biased-untied-dropout": (
+        "gemma4_text",
+        GEMMA4
+        | {"attention_bias": True, "attention_dropout": 0.1, "num_key_value_heads": 6, "tie_word_embeddings": False}
+        | {"global_head_dim": 32},
+    ),
+    "gemma4_text-one-key": ("gemma4_text", GEMMA4 | {"num_key_value_heads": 1, "attention_k_eq_v": True}),
+    "gemma4_unified_text": ("gemma4_unified_text", GEMMA4),
+    "gemma4_text-experts": ("gemma4_text", GEMMA4 | MIXED | {"attention_k_eq_v": True}),
+    "gemma4_text-experts-untied": (
+        "gemma4_text",
+        GEMMA4 | MIXED | {"attention_bias": True, "tie_word_embeddings": False, "num_key_value_heads": 6},
+    ),
 }
 MASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-masked": ("mistral", LLAMA | {"sliding_window": 37}),
@@ -312,6 +333,11 @@ MASKED: dict[str, tuple[str, dict[str, Any]]] = {
         "starcoder2",
         STARCODER2
         | {"sliding_window": 30, "attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1},
+    ),
+    "gemma4_text-masked": ("gemma4_text", GEMMA4 | {"sliding_window": 30}),
+    "gemma4_text-masked-keys-as-values": (
+        "gemma4_text",
+        GEMMA4 | {"sliding_window": 30, "attention_k_eq_v": True, "num_global_key_value_heads": 3},
     ),
 }
 """With a sliding window that is no longer than the sequence, where sdpa is handed a mask; of Gemma 3, EXAONE 4 and

@@ -98,6 +98,7 @@ OWN = [
 ]
 CASES = [case for case in CASES if not family_of(MODELS[case.model][0]).no_autocast]
 CASES += [*CLASSIFIERS, *OWN, Case("gemma3_text-masked", 3, 37, "bf16", "flash", "none")]
+CASES += [Case("gemma4_text-masked-keys-as-values", 3, 37, "bf16", "flash", "none")]
 ONE_OF_EACH = {name for name, (family, _) in MODELS.items() if name == family}
 EACH_TIME = {
     case
@@ -193,6 +194,7 @@ def test_step_of_real_model(case: Case, tmp_path: Path) -> None:
         Case("falcon", 2, 64, "bf16", "eager", "none"),
         Case("gemma", 2, 64, "bf16", "flash", "none"),
         Case("gemma2", 1, 64, "bf16", "eager", "full"),
+        Case("gemma4_text-keys-as-values", 2, 64, "bf16", "flash", "none"),
     ],
     ids=str,
 )

@@ -27,6 +27,7 @@ BASE = {
     "llama4_text": "llama-4-scout", "hybrid": "mamba2-hybrid-8b", "nemotron_h": "nemotron-h-8b",
     "mamba2": "mamba2-1.3b", "nemotron-nas": "llama-3-8b", "qwen3_next": "qwen3-next-80b-a3b",
     "glm4_moe_lite": "glm-4.7-flash", "minimax_m2": "minimax-m2", "ministral3": "ministral-3-8b",
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), "gemma-4-31b"),
     "gemma3_text": "gemma-3-4b", "exaone4": "exaone-4.0-32b", "olmo3": "olmo-3-7b",
     "starcoder2": "starcoder2-3b", "olmo2": "olmo-2-7b", "smollm3": "smollm3-3b", "seed_oss": "seed-oss-36b",
     "cohere": "command-r-plus", "cohere2": "command-r7b",
@@ -49,6 +50,9 @@ OTHER = {
     "causal": [True, False],
     "alternating_windows": [True, False],
     "full_interval": [0, 2],
+    "full_head_dim": [0, 24, 64],
+    "full_kv_heads": [0, 1, 2],
+    "keys_as_values": [True, False],
     "attention_softcap": ["null", 50.0],
     "tied_embeddings": [True, False],
     "embedding_norm": [True, False],
@@ -99,6 +103,10 @@ OF_FAMILY = {
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe"), EXPERTS | LINEAR | {"shared_expert_ffn": 64}),
     "qwen3_5": LINEAR,
     **{family: {"full_interval": 2} for family in ("gemma3_text", "olmo3")},
+    **{
+        family: {"family": family, "full_interval": 2, "full_head_dim": 64, "full_kv_heads": 2, "keys_as_values": True}
+        for family in ("gemma4_text", "gemma4_unified_text")
+    },
     **{family: {"nope_interval": 2} for family in ("exaone4", "smollm3", "cohere2")},
     "nemotron-nas": {"family": "nemotron-nas"},
 }  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from memplan.plan.errors import PlanError
-from memplan.plan.lora import adapted, linear_layers
+from memplan.plan.lora import adapted, adapter_parameters, linear_layers
 from memplan.plan.read import read_plan
 from memplan.tape.events import rounded
 
@@ -138,6 +138,11 @@ ADAPTED = (
     Adapted("granitemoehybrid", "bf16", "eager", "none", "q_proj,output_linear", 0.0),
     Adapted("qwen3_5", "bf16", "flash", "none", "q_proj,v_proj"),
     Adapted("qwen3_5_moe", "bf16", "eager", "none", "o_proj", 0.0),
+    Adapted("gemma4_text", "bf16", "flash", "none", "all-linear"),
+    Adapted("gemma4_text-keys-as-values", "bf16", "flash", "full", "all-linear"),
+    Adapted("gemma4_text-keys-as-values", "bf16", "eager", "none", "q_proj,v_proj", 0.0),
+    Adapted("gemma4_text-experts", "bf16", "flash", "none", "q_proj,o_proj"),
+    Adapted("gemma4_text-experts", "bf16", "eager", "full", "q_proj,v_proj", 0.0, parameters=BOTH),
 )
 PARTLY = (
     Partly("llama", "bf16", "flash", "none", True, 2),
@@ -233,6 +238,21 @@ def compare(case: Case, shape: Shape, flags: dict[str, str], tune: object, folde
         recompute=case.recompute == "full",
     )
     assert_equal(program, witness_of(step, program), rounded(8 * b * s))
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "q_proj,v_proj"])
+@pytest.mark.parametrize("model", ["llama", "gemma4_text", "gemma4_text-keys-as-values"])
+def test_parameters_of_adapters(model: str, targets: str, tmp_path: Path) -> None:
+    """Where layers have heads of their own, or no projection of values, so have their adapters."""
+    config = config_of(model)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    plan = read_plan(None, {"model": str(tmp_path), "lora-rank": "8", "lora-targets": targets}).plan
+    given = targets if targets == "all-linear" else targets.split(",")
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        base = AutoModelForCausalLM.from_config(config)
+        tuned = peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules=given))
+    assert adapter_parameters(plan) == sum(one.numel() for one in tuned.parameters() if one.requires_grad)
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "granite-3.0-3b-a800m", "mixtral-8x7b"])

@@ -34,7 +34,7 @@ from memplan.layers.work import (
 from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
-from memplan.search.time.shape import Entries
+from memplan.search.time.shape import Entries, model_flops
 
 from ..oracle.kernels import step
 from .test_against_transformers import MODELS
@@ -237,6 +237,35 @@ def test_against_what_pytorch_runs(name: str, tmp_path: Path) -> None:
     moved, launches = totals(found.layer)
     assert 0 <= launches - layer.kernels <= (0 if config.model_type in ("llama", "phi3", "gemma", "gemma2") else MORE)
     assert moved == pytest.approx(layer.bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_text-keys-as-values"])
+def test_layers_with_heads_of_their_own_against_what_pytorch_runs(name: str, tmp_path: Path) -> None:
+    """As above, of three layers, the last of which sees all tokens, and of three more: two of one kind and one of the
+    other. What a model needs is all that it runs with eager attention."""
+    kind, settings = MODELS[name]
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    b, s = 2, 32
+    three, config = step(kind, settings, 3, b, s)
+    six, _ = step(kind, settings | {"layer_types": 2 * layers}, 6, b, s)
+    four, _ = step(kind, settings | {"layer_types": ["sliding_attention", *layers]}, 4, b, s)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    flags = {"framework": "single", "dtype": "bf16", "mbs": b, "accumulation": 2, "seq": s, "attention": "eager"}
+    made = plan(model=tmp_path, **flags)
+    found = entries(made)
+    sliding, full = four - three, six - three
+    assert found.layer.flops == sliding.flops
+    assert 2 * found.layer.flops + found.dense.flops == full.flops
+    moved, launches = totals(found.layer)
+    assert launches == sliding.kernels
+    assert moved == pytest.approx(sliding.bytes, rel=0.05)
+    of_full = [
+        one - 2 * other for one, other in zip((full.bytes, full.kernels), (sliding.bytes, sliding.kernels), strict=True)
+    ]
+    moved, launches = totals(found.dense)
+    assert launches == of_full[1]
+    assert moved == pytest.approx(of_full[0], rel=0.05)
+    assert model_flops(made) == 2 * three.flops
 
 
 def test_a_layer_of_transformer_engine_by_hand() -> None:

@@ -164,6 +164,16 @@ SIZES |= {
     "cohere": {**OF_LLAMA, **TOKENS, "use_qk_norm": True},
     "cohere2": {**OF_LLAMA, **TOKENS, "sliding_window": 16, "sliding_window_pattern": 2},
     "gemma3_text": {**GROUPED, "head_dim": 16, "sliding_window": 16, "sliding_window_pattern": 3},
+    "gemma4_text": {
+        **GROUPED,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "hidden_size_per_layer_input": 0,
+    },
     "granitemoehybrid": {
         **OF_LLAMA,
         "residual_multiplier": 0.5,
@@ -280,6 +290,10 @@ CASES: dict[str, Case] = {
     "z3-gemma3_text-recompute": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True),
     "z3-gemma3_text-adapters": Case(3, family="gemma3_text", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
     "z2-gemma3_text": Case(2, family="gemma3_text", zero=SMALL),
+    "z3-gemma4_text": Case(3, family="gemma4_text", zero=SMALL_3),
+    "z3-gemma4_text-recompute": Case(3, family="gemma4_text", zero=SMALL_3, recompute=True),
+    "z3-gemma4_text-adapters": Case(3, family="gemma4_text", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
+    "z2-gemma4_text": Case(2, family="gemma4_text", zero=SMALL, microbatches=2),
     "z3-gemma": Case(3, family="gemma", zero=SMALL_3),
     "z3-gemma-recompute": Case(3, family="gemma", zero=SMALL_3, recompute=True),
     "z3-gemma-adapters": Case(3, family="gemma", zero=SMALL_3, recompute=True, lora=EVERY_LINEAR),
@@ -450,6 +464,7 @@ def run_rank(case: Case) -> dict[str, Any]:
 
     from . import delta_kernels, triton_functions
     from .tracer import Follow, Trace
+    from .training_step import in_order
 
     deepspeed: Any = import_module("deepspeed")
     logging: Any = transformers.logging
@@ -480,7 +495,7 @@ def run_rank(case: Case) -> dict[str, Any]:
         config.use_cache = False
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[case.dtype]
         auto: Any = transformers.AutoModelForMaskedLM if case.family == "bert" else transformers.AutoModelForCausalLM
-        model = auto.from_config(config, dtype=dtype, attn_implementation="eager").train()
+        model = in_order(auto.from_config(config, dtype=dtype, attn_implementation="eager")).train()
         if hasattr(config, "linear_num_value_heads"):
             delta_kernels.install(model)
         if case.liger:

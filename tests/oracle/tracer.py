@@ -6,7 +6,8 @@ autograd let it go. Tensors are on the CPU; five of its behaviours are replaced 
 
 * dropout is ``native_dropout``, whose mask has one byte an element;
 * scaled-dot-product attention is the flash-attention operator, which takes fewer key heads as they are; in fp32, with a
-  mask, and where values have heads of another size, the memory-efficient one, which does not;
+  mask, with heads of more than 256 features and where values have heads of another size, the memory-efficient one,
+  which does not;
 * layer norm of 16-bit tensors gives its statistics in fp32;
 * zeros that backward of an indexing fills are filled in place;
 * grouped products take fp16 and fp32, too.
@@ -188,7 +189,8 @@ def cuda_behaviour() -> Iterator[None]:
             with AddsInPlace():
                 out = math(query, key, value, None, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)
             return out[0]  # type: ignore[no-any-return]
-        if attn_mask is not None or query.dtype is torch.float32 or query.shape[-1] != value.shape[-1]:
+        wide = query.shape[-1] > 256 or query.shape[-1] != value.shape[-1]
+        if attn_mask is not None or query.dtype is torch.float32 or wide:
             trains = torch.is_grad_enabled() and query.requires_grad
             if attn_mask is not None:
                 attn_mask = as_scores(attn_mask, query)

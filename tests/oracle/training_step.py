@@ -173,7 +173,16 @@ def _model(
         if kernels:
             delta_kernels.install(model)
     model.config.use_cache = False
-    return model.train()
+    return in_order(model).train()
+
+
+def in_order(model: Any) -> Any:
+    """Rotary tables of layers with a window first: Gemma 4 makes them in the order of a set of words, which is another
+    one in each process (``Gemma4TextModel.forward``, ``unique_layer_types``)."""
+    base = model.base_model
+    if hasattr(base, "unique_layer_types"):
+        base.unique_layer_types = sorted(base.unique_layer_types, reverse=True)
+    return model
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def traced_tuned_step(
 
     with (
         _quiet(),
-        patch.dict(os.environ, {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}),
+        patch.dict(os.environ, {} if hasattr(config, "attention_k_eq_v") else {"TRANSFORMERS_SDPA_FORCE_GQA": "1"}),
         _unpacked(),
         patch.object(torch.nn.Module, "_apply", _apply),
         warnings.catch_warnings(),

@@ -82,7 +82,7 @@ sizes = st.integers(1, 9)
 GROUPED = {
     *("mistral", "qwen3", "qwen2", "phi3", "gemma2", "mixtral", "qwen3_moe", "gpt_oss", "glm4_moe", "llama4_text"),
     *("minimax_m2", "ministral3", "gemma3_text", "exaone4", "starcoder2", "smollm3", "seed_oss"),
-    *("qwen2_moe", "dots1", "ernie4_5"),
+    *("qwen2_moe", "dots1", "ernie4_5", "gemma4_text", "gemma4_unified_text"),
 }
 """Families with fewer key heads than query heads by default."""
 
@@ -264,6 +264,17 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
             "tie_word_embeddings": st.booleans(),
             "sliding_window_pattern": st.integers(2, 4),
         },
+        **{
+            gemma: {
+                "attention_bias": st.booleans(),
+                "tie_word_embeddings": st.booleans(),
+                "attention_k_eq_v": st.booleans(),
+                "num_global_key_value_heads": st.just(1),
+                "global_head_dim": sizes.map(lambda half: 2 * half),
+                "layer_types": st.just(["sliding_attention", "full_attention"]),
+            }
+            for gemma in ("gemma4_text", "gemma4_unified_text")
+        },
         "opt": {"enable_bias": st.booleans(), "tie_word_embeddings": st.booleans(), "max_position_embeddings": sizes},
         "gpt_neox": {
             "attention_bias": st.booleans(),
@@ -274,6 +285,8 @@ def configurations(draw: st.DrawFn) -> dict[str, Any]:
         "falcon": {"ffn_hidden_size": st.none() | sizes, "tie_word_embeddings": st.booleans()},
     }
     chosen = {name: draw(value) for name, value in optional[family].items() if draw(st.booleans())}
+    if family.startswith("gemma4"):
+        required |= {"num_hidden_layers": 2 if "layer_types" in chosen else 6, "hidden_size_per_layer_input": 0}
     if family in LATENT:
         required |= {
             "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 6,
@@ -459,6 +472,86 @@ def test_olmo_3_says_which_layers_see_all_tokens(tmp_path: Path) -> None:
         check_covered(spec_of(config | {"sliding_window": None}, tmp_path), TRANSFORMERS, "single")
 
 
+SIX = [*["sliding_attention"] * 5, "full_attention"]
+
+
+def gemma_4(**changes: object) -> dict[str, Any]:
+    """The text part of google/gemma-4-31B, as transformers' ``convert_gemma4_weights.py`` makes it."""
+    layers = SIX * 10
+    sizes = {"hidden_size": 5376, "intermediate_size": 21_504, "num_hidden_layers": 60, "num_attention_heads": 32}
+    heads = {"num_key_value_heads": 16, "num_global_key_value_heads": 4, "global_head_dim": 512, "layer_types": layers}
+    others = {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "use_bidirectional_attention": "vision"}
+    others |= {"sliding_window": 1024, "final_logit_softcapping": 30.0, "max_position_embeddings": 262_144}
+    return {"model_type": "gemma4_text", **sizes, **heads, **others, **changes}
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_unified"])
+def test_gemma_4_is_read_as_published_and_as_saved(kind: str, tmp_path: Path) -> None:
+    """Of heads that layers with full attention have, a published ``text_config`` says ``global_head_dim`` and
+    ``num_global_key_value_heads``, and one that transformers saved ``per_layer_config``."""
+    transformers = pytest.importorskip("transformers")
+    built_in = load_spec("gemma-4-31b")
+    same = {name: getattr(built_in, name) for name in ("name", "family", "source", "published_parameters")}
+    published = gemma_4(model_type=f"{kind}_text")
+    saved = transformers.AutoConfig.for_model(**published).to_dict()
+    assert "global_head_dim" not in saved
+    for text in (published, saved):
+        found = spec_of({"model_type": kind, "text_config": text, "vision_config": {}}, tmp_path)
+        assert found.family == f"{kind}_text"
+        assert found.model_copy(update=same) == built_in
+    assert spec_of(published | {"attention_k_eq_v": False}, tmp_path).full_kv_heads == 16
+    assert transformers_count(published | {"num_hidden_layers": 12, "layer_types": published["layer_types"][:12]}) == (
+        parameters(built_in.model_copy(update={"layers": 12}))
+    )
+
+
+def test_experts_of_gemma_4_are_there_where_it_says_so(tmp_path: Path) -> None:
+    """``enable_moe_block``, without which sizes of experts say nothing (google/gemma-4-26B-A4B)."""
+    experts = {"num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    assert spec_of(gemma_4(**experts), tmp_path).experts == 0
+    sizes = {"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16}
+    heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 2, "layer_types": SIX * 5}
+    found = spec_of(gemma_4(**experts, **sizes, **heads, enable_moe_block=True), tmp_path)
+    built_in = load_spec("gemma-4-26b-a4b")
+    same = {name: getattr(built_in, name) for name in ("name", "source", "published_parameters")}
+    assert found.model_copy(update=same) == built_in
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input = 256: is not modelled; only 0 is"),
+        ({"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2}, "moe_intermediate_size: is missing"),
+        ({"enable_moe_block": 1}, "enable_moe_block = 1: must be true or false"),
+        ({"num_kv_shared_layers": 20}, "num_kv_shared_layers = 20: is not modelled; only 0 is"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = all: is not modelled; only vision is"),
+        (
+            {
+                "layer_types": [*(["sliding_attention"] * 5 + ["full_attention"]) * 2, "sliding_attention"],
+                "num_hidden_layers": 13,
+            },
+            "layer_types: must end with full_attention",
+        ),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config: is not modelled; only one head_dim and"),
+        ({"attention_k_eq_v": 1}, "attention_k_eq_v = 1: must be true or false"),
+        ({"num_global_key_value_heads": 0}, "num_global_key_value_heads = 0: must be a whole number from 1"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_parameters.full_attention.rope_type = yarn: is not modelled; only proportional is",
+        ),
+    ],
+)
+def test_what_is_not_modelled_of_gemma_4_is_refused(changes: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    assert problem in refusal(gemma_4(**changes), tmp_path)
+
+
+def test_gemma_4_without_a_word_of_embeddings_of_each_layer_has_them(tmp_path: Path) -> None:
+    config = gemma_4()
+    del config["hidden_size_per_layer_input"]
+    assert "hidden_size_per_layer_input: is missing; only 0 is modelled" in refusal(config, tmp_path)
+    assert "sliding_window" in spec_of(config | {"model_type": "gemma4_unified_text"}, tmp_path).model_fields_set
+
+
 def test_gemma_3_says_which_layers_see_all_tokens(tmp_path: Path) -> None:
     """``Gemma3TextConfig``: every sixth, or as ``sliding_window_pattern`` or, before it, ``layer_types`` says; what its
     multimodal model's ``text_config`` leaves out are the class's defaults (google/gemma-3-4b-pt)."""
@@ -554,7 +647,8 @@ UNREAD = ("gpt", "muse_glimmer")
 def test_built_in_specs_count_as_transformers_does(name: str) -> None:
     spec = load_spec(name)
     if spec.experts or spec.linear_interval or FAMILIES[spec.family].wanted:
-        cut = spec.model_copy(update={"layers": 4, "dense_layers": tuple(i for i in spec.dense_layers if i < 4)})
+        few = spec.full_interval or 4
+        cut = spec.model_copy(update={"layers": few, "dense_layers": tuple(i for i in spec.dense_layers if i < few)})
         config = config_of_spec(cut)
         assert parameters(cut) == transformers_count(
             {**config, "model_type": AS.get(spec.family, config["model_type"])}
@@ -603,6 +697,7 @@ def test_an_unknown_model_type_is_refused_with_those_that_are_known(tmp_path: Pa
         "/config.json:2: model_type = mamba: is not an architecture that is modelled; "
         "known are gpt2, "
         "gpt_bigcode, bert, bloom, llama, mistral, ministral3, qwen3, qwen2, phi3, gemma, gemma2, gemma3_text, "
+        "gemma4_text, gemma4_unified_text, "
         "exaone4, olmo2, olmo3, cohere, cohere2, smollm3, seed_oss, starcoder2, opt, gpt_neox, gptj, falcon, mixtral, "
         "qwen2_moe, qwen3_moe, qwen3_next, qwen3_5_text, qwen3_5_moe_text, deepseek_v2, deepseek_v3, kimi_k2, "
         "deepseek_v32, glm_moe_dsa, gpt_oss, glm, glm4, glm4_moe, dots1, ernie4_5, glm4_moe_lite, minimax_m2, "

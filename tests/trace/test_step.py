@@ -66,6 +66,8 @@ FAMILIES = {
     "ministral3": "ministral-3-8b",
     "llama4_text": "llama-4-scout",
     "gemma3_text": "gemma-3-4b",
+    "gemma4_text": "gemma-4-31b",
+    "gemma4_unified_text": "gemma-4-31b",
     "exaone4": "exaone-4.0-32b",
     "olmo3": "olmo-3-7b",
     "starcoder2": "starcoder2-3b",
@@ -104,6 +106,9 @@ def model_flags(family: str) -> dict[str, str]:
         sizes |= {"index-top-k": "24"}
     if family in ("glm4_moe", "dots1", "qwen2_moe", "llama4_text"):
         sizes |= {"shared-expert-ffn": "48"}
+    if family.startswith("gemma4"):
+        sizes |= {"family": family}
+        sizes |= {"kv-heads": "2", "full-head-dim": "32", "full-kv-heads": "1", "full-interval": "3"}
     if family == "starcoder2":  # its model itself drops features of the embedding, which a trace counts to layer 0
         sizes |= {"embedding-dropout": "0.0"}
     return {"model": (FAMILIES | DELTA | UNTRACED)[family], **sizes}

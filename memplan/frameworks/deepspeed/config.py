@@ -85,6 +85,9 @@ def check(plan: ResolvedPlan, zero: Zero) -> None:
     check_adapters(plan, zero)
     if plan.recompute.mode == "full":
         check_recompute(plan.model)
+    if zero.stage == 3 and plan.model.experts and known.no_zero3_of_experts:
+        problem = f"must be 0, 1 or 2 with experts of family {known.name}: {known.no_zero3_of_experts}"
+        raise PlanError("layout.zero", 3, problem)
     if known.no_zero3 and zero.stage == 3:
         raise PlanError("layout.zero", 3, f"must be 0, 1 or 2 with family {known.name}: {known.no_zero3}")
     if plan.model.attention_sinks and zero.stage == 3:

@@ -292,8 +292,14 @@ def _registered(model: Sequence[Instance], family: str, tied: bool) -> dict[str,
     """
     result: dict[str, Parameter] = {}
     known = family_of(family)
-    own = (known.submodules or {}).get("layer", NONE).own
-    orders = {**REGISTERED, "layer": (*own, *known.registered), **({"head": BERT_HEAD} if family == "bert" else {})}
+    layer = (known.submodules or {}).get("layer", NONE)
+    own, others = layer.own, [one for one in known.registered if one not in layer.own]
+    at = others.index(layer.own_before) if layer.own_before else 0
+    orders = {
+        **REGISTERED,
+        "layer": (*others[:at], *own, *others[at:]),
+        **({"head": BERT_HEAD} if family == "bert" else {}),
+    }
     if known.norm_before_layers:
         model = sorted(model, key=lambda one: {"embedding": 0, "final_norm": 1}.get(one.name, 2))
     for instance in model:

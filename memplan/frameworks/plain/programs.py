@@ -31,6 +31,7 @@ from ...plan.releases import (
     MASKS,
     PACKAGES,
     SUMMED_POSITIONS,
+    WIDEST_FLASH,
     casts_back,
     parsed,
     release,
@@ -96,6 +97,10 @@ def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
         size = (spec.experts,)
         bias = Hold(0, hold_bytes(size, "fp32"), kept, "e_score_correction_bias", size, "fp32")
         result += [bias] * sum(map(spec.has_experts, placed))
+    if family(spec.family).scales_layers:
+        placed = plan.device_map[stage] if plan.device_map is not None else range(spec.layers)
+        stored = layer_shape(plan).stored or layer_shape(plan).dtype
+        result += [Hold(0, hold_bytes((1,), stored), kept, "layer_scalar", (1,), stored) for _ in placed]
     if family(spec.family).tables_in_layers:
         count = len(plan.device_map[stage]) if plan.device_map is not None else spec.layers
         table = (spec.positions_max, spec.rotary_features)
@@ -104,10 +109,11 @@ def buffers(plan: ResolvedPlan, stage: int) -> list[Hold]:
     if stage:
         return result
     if spec.positions == "rotary":
-        pairs = ((spec.rope_head_dim or spec.rotary_features) // 2,)
         older = release(plan, "transformers") < family(spec.family).as_llama_since
-        names = ["inv_freq"] * spec.layers if older else ["inv_freq", "original_inv_freq"] * (1 + spec.turns_twice)
-        result += [Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in names]
+        names = ["inv_freq"] * spec.layers if older else ["inv_freq", "original_inv_freq"]
+        for own in (spec, spec.of_full_layers)[: 1 + spec.turns_twice]:
+            pairs = ((own.rope_head_dim or own.rotary_features) // 2,)
+            result += [Hold(0, hold_bytes(pairs, "fp32"), kept, name, pairs, "fp32") for name in names]
     if family(spec.family).scale_in_embedding:
         result.append(Hold(0, rounded(4), kept, "embedding_scale", (), "fp32"))
     if family(spec.family).mask_buffer:
@@ -151,6 +157,7 @@ def layer_shape(plan: ResolvedPlan) -> LayerShape:
         _package(plan),
         torch=parsed(plan.torch) if plan.torch is not None and plan.code != "2020" else CLAMPED_SLICES,
         kernel=sdpa_kernel(plan),
+        full_kernel=sdpa_kernel(plan, full=True),
         masked_kernel=plan.masked_kernel,
         padded=plan.padded,
     )
@@ -305,8 +312,20 @@ def check_flash(plan: ResolvedPlan) -> None:
         ),
         (
             "attention",
-            spec.head_dim > 256,
-            f"must be eager: the flash kernel takes heads of up to 256, not {spec.head_dim}",
+            spec.head_dim > WIDEST_FLASH,
+            f"must be eager: the flash kernel takes heads of up to {WIDEST_FLASH}, not {spec.head_dim}",
+        ),
+        (
+            "attention",
+            named != "flash" and spec.full_head_dim > WIDEST_FLASH,
+            f"must be sdpa or eager: the package takes heads of up to {WIDEST_FLASH} features, not of "
+            f"{spec.full_head_dim} as layers have that see all tokens",
+        ),
+        (
+            "attention",
+            plan.precision.dtype != "fp32" and sdpa_kernel(plan, full=True) == "math",
+            f"must be eager: no fused kernel of PyTorch takes heads of {spec.full_head_dim} features, which layers "
+            "have that see all tokens",
         ),
     )
     if named != "flash":
@@ -406,7 +425,7 @@ def programs(plan: ResolvedPlan, options: Options) -> tuple[Program, ...]:
     def make(kind: LayerKind, ended: frozenset[int]) -> Module:
         if compiled_parts is not None:
             return compiled_parts.layer(ended)
-        own = shape.of_kind(kind.mixture, kind.turns, kind.linear, kind.window)
+        own = shape.of_kind(kind.mixture, kind.turns, kind.linear, kind.window, kind.full)
         return layer_module(own, recompute, plan.code, kind.options, ended, kind.requires_grad, kind.dtype)
 
     def trains(kind: LayerKind) -> bool:
@@ -475,12 +494,16 @@ def without_graph(plan: ResolvedPlan, shape: LayerShape, options: Options, later
     embedding, norm, head = end_modules(shape, plan.code, options, loss, dtype=later)
     names = layer_names(plan.model.layers)
 
+    def kind(number: int) -> tuple[bool, bool]:
+        return plan.model.is_linear(number), plan.model.is_full(number)
+
     def layer(number: int) -> Span:
-        own = shape.of_kind(shape.mixture, shape.turns, plan.model.is_linear(number))
+        linear, full = kind(number)
+        own = shape.of_kind(shape.mixture, shape.turns, linear, full=full)
         return Span(layer_module(own, False, plan.code, options), (names[number],))
 
     count = preferences.layers_of_reference(plan, loss)
-    others = (number for number in range(count, len(names)) if plan.model.is_linear(number) != plan.model.is_linear(0))
+    others = (number for number in range(count, len(names)) if kind(number) != kind(0))
     middle = [*map(layer, range(count)), *map(layer, islice(others, 1))]
     normed = [Span(norm, ("final_norm",))] if norm is not None else []
     return (Span(embedding, ("embedding",)), *middle, *normed, Span(preferences.returning(head, loss), ("head",)))

@@ -259,6 +259,8 @@ class LayerKind(NamedTuple):
     """They have gated delta nets."""
     window: bool = True
     """They have a mask, where some layers' attention has one."""
+    full: bool = False
+    """They see all tokens, and have sizes of their own."""
 
 
 Kinds = list[tuple[LayerKind, int]]
@@ -294,7 +296,7 @@ def kinds_of(
         own = frozen if i < ahead else options
         spec = plan.model
         window = not (masked and spec.sees_all(i))
-        of_layer = spec.has_experts(i), spec.has_positions(i), spec.is_linear(i), window
+        of_layer = spec.has_experts(i), spec.has_positions(i), spec.is_linear(i), window, spec.is_full(i)
         return LayerKind(own, requires_grad, later if i else "", *of_layer)
 
     needed, layers = -1, plan.model.layers

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from itertools import product
 
+from ...families import family
 from ...frameworks import framework
 from ...layers.module import NO_PASSES, Parameter, Passes, grown
 from ...layers.work import ITEMSIZE as ITEMSIZE, Attention
@@ -330,15 +331,22 @@ def model_flops(plan: ResolvedPlan, *, halves: bool = False) -> float:
         return plan.tokens_of_step * (own + 6.0 * head)
     layers = spec.layers + further
     dense = sum(not spec.has_experts(layer) for layer in range(spec.layers))
-    mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + (layers - dense) * _mixture_weights(spec)
+    mixtures = layers - dense
+    dense = spec.layers if family(spec.family).mlp_beside_experts else dense
+    mlps = dense * (3 if spec.gated else 2) * spec.hidden * spec.ffn + mixtures * _mixture_weights(spec)
     linear = sum(map(spec.is_linear, range(spec.layers)))
     layers -= linear
     weights = layers * _attention_weights(spec) + mlps + (1 + further) * head + further * 2 * spec.hidden**2
-    scores = spec.heads * spec.head_dim + spec.attention_features
+    scores = layers * (spec.heads * spec.head_dim + spec.attention_features)
+    if full := sum(map(spec.is_full, range(spec.layers))):
+        of_full = spec.of_full_layers
+        values = of_full.kv_heads * of_full.head_dim * spec.hidden if spec.keys_as_values else 0
+        weights += full * (_attention_weights(of_full) - values - _attention_weights(spec))
+        scores += full * 2 * (of_full.attention_features - spec.attention_features)
     indexed = layers * _indexer_weights(spec, seq)
     frozen = 0 if plan.lora.rank is None else weights - head * ("head.weight" in saved(plan))
     rules = linear * _block_flops(spec, "G", seq) if linear else 0.0
-    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * layers * scores * seq + rules + 2.0 * indexed)
+    return plan.tokens_of_step * (6.0 * weights - 2.0 * frozen + 6.0 * scores * seq + rules + 2.0 * indexed)
 
 
 def _block_flops(spec: ModelSpec, kind: str, seq: float) -> float:
