@@ -203,6 +203,13 @@ def _after(mask: Tensor | None, q: Tensor, attended: Operator) -> Operator:
     return attended.after((Stream(float(moved)),), ())
 
 
+WIDEST_IN_REGISTERS = 128
+"""Features of a head beyond which the kernel for 16 bits sums its output up in memory, in fp32 (``kernel_forward.h``,
+``kNeedsOutputAccumulatorBuffer``; ``attention.cu``, ``output_accum``)."""
+OF_CUDNN = (192, 128)
+"""Features of keys and of values with which it may be cuDNN's kernel, of which that is not known."""
+
+
 def efficient_attention(
     r: Recorder,
     q: Tensor,
@@ -219,7 +226,7 @@ def efficient_attention(
 
     The log-sum-exp is (b, a, s) fp32, s rounded up to 32, and there in training alone; two scalars hold the random
     state (on the host, unless a CUDA graph is captured; counted as others are). Backward makes the three gradients. For
-    what it allocates inside see ``_inside``.
+    what it allocates inside see ``_inside``; for what forward does, ``WIDEST_IN_REGISTERS``.
     """
     q, k, v = ops.entering(r, "scaled_dot_product_attention", q, k, v, name=f"{name}_input")
     bias = scores_of(r, mask, q, aligned=MASK_ROW)
@@ -230,6 +237,8 @@ def efficient_attention(
     logsumexp = r.empty((b, a, rows), "fp32", f"{name}_logsumexp")
     seed, offset = (r.empty((), "int64", f"{name}_rng_{part}") for part in ("seed", "offset"))
     shapes, whole, width = (q.shape, k.shape, v.shape), q.shape, v.shape[-1]
+    if r.kernel_workspaces and dtype != "fp32" and max(d, width) > WIDEST_IN_REGISTERS and (d, width) != OF_CUDNN:
+        r.empty((b, s, a, width), "fp32", f"{name}_accumulated", Category.WORKSPACES)
 
     def backward(r: Recorder, gradients: Gradients) -> Sequence[Tensor | None]:
         made = [r.empty(shape, dtype, f"grad_{part}") for part, shape in zip("qkv", shapes, strict=True)]

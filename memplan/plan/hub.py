@@ -105,8 +105,8 @@ def namesakes(name: str) -> tuple[str, ...]:
 
 def of_same_size(name: str) -> tuple[str, ...]:
     """Of ``namesakes`` those as large as ``name`` says: the 7b of ``qwen-7b``."""
-    size = _HOW_LARGE.search(name.rpartition("/")[2].lower())
-    return tuple(one for one in namesakes(name) if size is not None and size[1] in _HOW_LARGE.findall(one))
+    size = _SIZES.search(name.rpartition("/")[2].lower())
+    return tuple(one for one in namesakes(name) if size is not None and size[1] in _SIZES.findall(one))
 
 
 def without_size(name: str) -> tuple[str, float]:
@@ -135,6 +135,8 @@ def guesses(name: str) -> tuple[str, ...]:
 
 
 _HOW_LARGE = pattern(r"(?<![0-9.])([0-9]+(?:\.[0-9]+)?[bm])(?![a-z0-9])")
+_SIZES = pattern(r"(?<![0-9.])((?:(?<=[-_])a)?[0-9]+(?:\.[0-9]+)?[bm])(?![a-z0-9])")
+"""Sizes in a name, what one token uses of a model with experts apart from others: ``30b`` and ``a3b``."""
 
 
 def _version(name: str) -> str | None:

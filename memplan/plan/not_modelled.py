@@ -15,9 +15,9 @@ _OWN_CODE = "its layers, whose code came with its weights"
 _MODELS: tuple[tuple[str, str], ...] = (
     (r"llava|pixtral|smolvlm|idefics|internvl|paligemma|molmo|minicpm-?[ov]|llama-?3\.2-(11|90)b|-vision", _IMAGES),
     (r"-vl(-|$)", _IMAGES),
+    (r"gemma-?(3n|4-?e[24]b)", "its layers that share keys and values, each with an embedding; images and sound"),
     (r"glm-4\.[0-9]v|phi-4-multimodal|janus|ovis|kimi-vl|kimi-k2\.[5-9]|gemma-?4", _IMAGES),
     (r"mistral-large-?3|mistral-small-?4|mistral-medium|qwen3\.[5-9]", _IMAGES),
-    (r"gemma-?3n", "its layers that share keys and values, each with an embedding; images and sound"),
     (r"whisper|voxtral|wav2vec|hubert|audio|-asr|tts|bark|musicgen", "sound that it reads or makes"),
     (r"^(vit|deit|swin|clip|siglip|dino|sam|convnext|resnet)|stable-?diffusion|sdxl|^sd-?[0-9]|flux", _NO_LANGUAGE),
     (r"granite-?4(?!\.[12]|(\.0)?-(micro|1b|350m))", "its layers of Mamba-2 beside attention"),

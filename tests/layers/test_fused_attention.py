@@ -117,6 +117,36 @@ def test_inside() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("size", "width", "dtype", "accumulated"),
+    [
+        (256, 256, "bf16", True),
+        (512, 512, "fp16", True),
+        (192, 64, "bf16", True),
+        (192, 128, "bf16", False),
+        (128, 128, "bf16", False),
+        (256, 256, "fp32", False),
+    ],
+)
+def test_wide_heads_are_summed_up_in_memory(size: int, width: int, dtype: str, accumulated: bool) -> None:
+    """``fmha_cutlassF_bf16_aligned_32x128_gmem_sm80``, the kernel of heads beyond 128 features, has (b, s, a, d) of
+    fp32 while it runs; in fp32 its output is that."""
+
+    def attended(r: Recorder, x: Tensor | None) -> Run:
+        assert x is not None
+        values = x if width == size else ops.slice_last(r, x, width, "value")
+        return Run(efficient_attention(r, x, x, values))
+
+    made = Interface((1, 4, 300, size), dtype)
+    for counted in (False, True):
+        forward = build("attention", attended, made, Options(kernel_workspaces=counted)).first.forward
+        found = [one for one in forward if isinstance(one, Hold) and one.category is Category.WORKSPACES]
+        assert [(one.name, one.shape, one.dtype) for one in found] == (
+            [("attention_accumulated", (1, 300, 4, width), "fp32")] if accumulated and counted else []
+        )
+        assert all(one.end in forward for one in found)
+
+
 def test_inside_of_values_of_another_size() -> None:
     """DeepSeek's 128 heads of 192 with values of 128 in bf16, 300 tokens: 3 tiles of 128 rows by 3 of 64 columns, each
     with 4 words besides; 200 // 128 = 1 part of 64 keys, whose gradients have 256 columns, and values' 128."""

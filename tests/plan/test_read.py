@@ -233,6 +233,10 @@ def test_the_fields_that_there_are_stand_once() -> None:
             "--model: model = deepseek-v2-lite-16b: is not a built-in model; the built-in one of that size is deepseek",
         ),
         ({"model": "deepseek-v3-16b"}, "--model: model = deepseek-v3-16b: is neither a built-in model"),
+        (
+            {"model": "qwen3-a3b"},
+            "--model: model = qwen3-a3b: is no built-in model; of that size are qwen3-30b-a3b, qwen3-30b-a3b-2507",
+        ),
         ({"model": "gpt2", "tp": "x"}, "--tp: layout.tp = x: must be a whole number"),
         ({"model": "gpt2", "dtype": "fp7"}, "--dtype: precision.dtype = fp7: must be one of"),
         ({"model": "gpt2", "dtype": "fp8"}, "--dtype: precision.dtype = fp8: is for matrix products of linear layers"),
@@ -244,6 +248,15 @@ def test_the_fields_that_there_are_stand_once() -> None:
 )
 def test_a_wrong_flag_gets_one_line(flags: dict[str, str], line: str) -> None:
     assert refusal(None, **flags).startswith(line)
+
+
+@pytest.mark.parametrize("name", ["gemma-4-e4b", "google/gemma-4-E2B-it", "google/gemma-3n-E4B-it"])
+def test_what_is_known_and_not_modelled_says_what_of_it(name: str) -> None:
+    """Not that it reads images, whose text part would be planned; and no model that uses 4 billion parameters for a
+    token is of its size."""
+    found = refusal(None, model=name)
+    assert "memplan has no recipe for its layers that share keys and values, each with an embedding" in found
+    assert "built in" not in found
 
 
 def test_what_is_no_file_is_said_to_be_none() -> None:
