@@ -25,6 +25,12 @@ def check_model(model: ModelSpec) -> None:
         raise model.wrong("full_kv_heads", f"must divide the {model.heads} attention heads ({divisors(model.heads)})")
     model.refuse(
         ("full_head_dim", model.full_head_dim % 2, "must be even: rotary positions turn features in pairs"),
+        (
+            "layers",
+            model.full_head_dim and model.full_interval and model.layers % model.full_interval,
+            f"must be a multiple of full_interval = {model.full_interval}: transformers makes the last layer see all "
+            "tokens in any case",
+        ),
         *(
             (name, getattr(model, name) and not model.full_head_dim, "needs model.full_head_dim")
             for name in ("full_kv_heads", "keys_as_values")

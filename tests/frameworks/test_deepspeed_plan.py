@@ -233,5 +233,13 @@ def test_which_mixtures_deepspeed_takes_as_a_leaf() -> None:
     leaves = {one.name for one in taken if one.submodules and one.submodules["layer"].leaf}
     assert leaves == {"mixtral", "qwen3_moe"}
     parts = {one.name for one in taken if one.submodules and one.submodules["layer"].parts}
-    latent = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}
-    assert parts == latent | {"olmoe", "granitemoe", "glm4_moe", "dots1", "minimax_m2", "llama4_text", "gpt_oss"}
+    latent, normed = {"deepseek_v2", "deepseek_v3", "glm4_moe_lite"}, {"gemma4_text", "gemma4_unified_text"}
+    assert parts == latent | normed | {
+        "olmoe",
+        "granitemoe",
+        "glm4_moe",
+        "dots1",
+        "minimax_m2",
+        "llama4_text",
+        "gpt_oss",
+    }

@@ -158,6 +158,7 @@ OTHERS = (
     Case("gemma4_text-keys-as-values", oracle.Sharding(shards=3, synced=TWICE), recompute="full"),
     Case("gemma4_text-keys-as-values", oracle.Sharding(shards=5, original="bf16"), attention="eager"),
     Case("gemma4_text-masked-keys-as-values", oracle.Sharding(shards=3)),
+    Case("gemma4_unified_text", oracle.Sharding(shards=3, synced=TWICE)),
     Case("gemma4_text-experts", oracle.Sharding(shards=3, synced=TWICE)),
     Case("gemma4_text-experts-untied", oracle.Sharding(shards=5, original="bf16"), recompute="full"),
 )

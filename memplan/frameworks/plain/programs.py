@@ -323,7 +323,7 @@ def check_flash(plan: ResolvedPlan) -> None:
         ),
         (
             "attention",
-            plan.precision.dtype != "fp32" and sdpa_kernel(plan, full=True) == "math",
+            spec.full_head_dim and plan.precision.dtype != "fp32" and sdpa_kernel(plan, full=True) == "math",
             f"must be eager: no fused kernel of PyTorch takes heads of {spec.full_head_dim} features, which layers "
             "have that see all tokens",
         ),
