@@ -14,9 +14,10 @@ from ..plan.releases import LIBRARIES
 from ..plan.spec import ModelSpec
 from ..tape.events import Category
 from ..values import replace
-from .base import Config, key
+from .base import key
 from .gemma2 import GEMMA2, attended, gemma2_layer
-from .llama import CONSTANTS, KEYS, laid_out, llama_mlp, projection
+from .gemma3 import CONFIG as OF_GEMMA3
+from .llama import laid_out, llama_mlp, projection
 
 
 def without_weight(r: Recorder, x: Tensor, name: str) -> Tensor:
@@ -131,34 +132,18 @@ EXPERTS = {
     "expert_ffn": key("moe_intermediate_size", default=None),
 }
 
-CONFIG = Config(
+CONFIG = replace(
+    OF_GEMMA3,
     keys={
-        **{name: key for name, key in KEYS.items() if name != "mlp_bias"},
+        **OF_GEMMA3.keys,
         "layers": key("num_hidden_layers", default=30),
-        "heads": key("num_attention_heads", default=8),
-        "kv_heads": key("num_key_value_heads", default=4),
-        "head_dim": key("head_dim", default=256),
         "full_head_dim": key("global_head_dim", default=512),
         "full_kv_heads": key("num_global_key_value_heads", default=None),
         "keys_as_values": key("attention_k_eq_v", default=False),
         "vocab": key("vocab_size", default=262_144),
-        "attention_output_bias": KEYS["attention_bias"],
-        "positions_max": key("max_position_embeddings", default=131_072),
         "sliding_window": key("sliding_window", default=512),
         "full_interval": key("layer_types", default=6),
-        "tied_embeddings": key("tie_word_embeddings", default=True),
-        "logit_softcap": key("final_logit_softcapping", default=None),
     },
-    constants={
-        **CONSTANTS,
-        "mlp_bias": False,
-        "norm_place": "both",
-        "qk_norm": True,
-        "embedding_scale": True,
-    },
-    activation=key("hidden_activation", default="gelu_pytorch_tanh"),
-    activations=("gelu_pytorch_tanh", "gelu"),
-    gated_gelu=True,
     refused={
         "num_kv_shared_layers": 0,
         "use_bidirectional_attention": "vision",

@@ -18,7 +18,7 @@ from ..plan.releases import (
     GROUPED_SDPA,
     LIBRARIES,
     STRIDED_SDPA,
-    WIDEST_FLASH as WIDEST_GROUPED,
+    WIDEST_FLASH,
     Version,
 )
 from ..plan.spec import ModelSpec
@@ -157,7 +157,7 @@ class LayerShape:
     def repeats(self) -> bool:
         """sdpa's caller repeats heads of keys and values, beside a mask in all releases, and where the flash kernel
         does not take them (``use_gqa_in_sdpa``); in older layers every kernel's."""
-        wide = self.spec.head_dim > WIDEST_GROUPED
+        wide = self.spec.head_dim > WIDEST_FLASH
         does = self.older if self.package else self.masked or wide or self.transformers < GROUPED_SDPA
         return does and self.spec.heads > self.spec.kv_heads
 

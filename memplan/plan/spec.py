@@ -364,11 +364,6 @@ class ModelSpec(Terse):
         return 0 < self.full_interval <= self.layers
 
     @property
-    def mixed(self) -> bool:
-        """There are experts."""
-        return self.experts > 0
-
-    @property
     def of_full_layers(self) -> "ModelSpec":
         """The model with the sizes that its layers that see all tokens have, where these are their own."""
         return _of_full_layers(self) if self.full_head_dim else self

@@ -77,6 +77,7 @@ class Search:
         self._too_large_from: dict[Point, int] = {}
         """The smallest micro-batch with which a layout's tensors were too much."""
         self._rooms: dict[Point, int] = {}
+        """What ``_room`` has found, whatever is recomputed."""
         self._points = Candidates(space, clock, self.needs, self.requestable)
         self._groups = list[Group]()
         for group in self._points:
@@ -225,7 +226,8 @@ class Search:
                     continue
                 if replayed.is_safe and retrying is None and not found:
                     retrying = replayed
-                room = min(room, suggestion.requested - max(1, replayed.reading - self.limit))
+                less = max(1, replayed.reading - self.limit)  # it may fit but for retries
+                room = min(room, suggestion.requested - less)
             self._waiting += self._fitted(candidate, room)
         if retrying is None or (wanted == 1 and found):
             return list(found.values())

@@ -32,7 +32,7 @@ from .result import Suggestion
 WAYS = 3
 """That are named."""
 TOGETHER = 3
-"""Changes that are tried together."""
+"""Changes that are tried on top of one another; those that are added up may be more."""
 MOST_REPLAYED = 16
 """Changes, of all rounds together: no bound tells before a replay what the allocator's cache adds to tensors that fit,
 and of 173 plans that did not fit none had to replay more than eight to name one or two changes at a time."""

@@ -80,6 +80,7 @@ _TURNED: Mapping[str, Callable[[ModelSpec], object]] = {
     "blocks": lambda spec: spec.blocks == "parallel",
     "first_dense": _first_dense,
     "router_normalises": lambda spec: not spec.router_score_first,
+    "mixed": lambda spec: spec.experts > 0,
     "expert_layers": lambda spec: [i for i in range(spec.layers) if spec.has_experts(i)],
     "mlp_kinds": lambda spec: [MIXED if spec.has_experts(i) else "dense" for i in range(spec.layers)],
     "shared_experts": lambda spec: spec.shared_expert_ffn // spec.expert_ffn,
