@@ -5,20 +5,27 @@ What each family's configuration says, and its defaults: ``families``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ..families import families, family as family_of
 from ..families.base import REQUIRED, Config, Key
 from ..values import pattern
 from .block_configs import KEY as BLOCKS, blocks_of
+from .config_layers import (
+    LARGEST,
+    MIXED,
+    SIZE_RULE,
+    Rule,
+    dense_layers_of,
+    hybrid_layers,
+    of_full_layers,
+    whole,
+)
 from .errors import ABSENT, Node, PlanError, one_line
 from .hub import config_name
 from .notes import Note, further_layers, head_assumed, text_part
 from .spec import MOST_LAYERS, block_of
-
-LARGEST = 2**31
-"""Elements in one dimension."""
 
 _HEADS_ASSUMED = pattern(r"(ForCausalLM|LMHeadModel|ForMaskedLM|ForPreTraining|(?<!Heads)(?<!Reward)Model)$")
 """Classes with the head that is estimated, or with none."""
@@ -27,8 +34,6 @@ ROTARY_FEATURES = "rotary_dim"
 """It names the features that rotary positions turn, not their part of a head."""
 _SOUND = "audio_config"
 """What reads sound beside a part that reads text."""
-MIXED = "sparse"
-"""A layer with experts (``mlp_layer_types``)."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 ACTIVATIONS = {
     "gelu": "gelu",
@@ -59,7 +64,7 @@ def spec_of_config(config: Node, path: Path) -> Node:
     if family.activation is not None:
         items["activation"] = _activation(config, family.activation, family.activations, gated=family.gated_gelu)
     if "mamba_heads" in items:
-        items |= _pattern(items)
+        items |= hybrid_layers(items)
     for name, other in _INTERVALS.items():
         if name in items:
             items[name] = _interval(config, items[name], other)
@@ -70,13 +75,13 @@ def spec_of_config(config: Node, path: Path) -> Node:
     if "mixed" in items:
         items |= _of_experts(items, config, family)
     if "full_head_dim" in items:
-        items |= _of_full_layers(items, config)
+        items |= of_full_layers(items, config)
     items = _with_derived_sizes(items, config)
     if "mamba_heads" in items:
         items |= _mixture(items)
     elif "experts" in items:
         items |= _mixture(items)
-        items["dense_layers"] = _dense_layers(config, items)
+        items["dense_layers"] = dense_layers_of(config, items)
     if (labels := _labels(config, family_name)) is not None:
         items["labels"] = labels
     if (rotary := family.keys.get("rotary_fraction")) is not None and _found(config, rotary) == ROTARY_FEATURES:
@@ -294,7 +299,7 @@ def _of_windowed(config: Node, window: Node) -> Node:
         if named is not None and any(str(one.value) != "full_attention" for one in kinds):
             raise named.lacks("layer_types", "must be only full_attention where sliding_window is null")
         return Node(0, window.origin)
-    allowed, accepts = _whole(1, MOST_LAYERS)
+    allowed, accepts = whole(1, MOST_LAYERS)
     if not kinds and not accepts(pattern.value):
         raise pattern.wrong("sliding_window_pattern", f"must be {allowed} where layer_types is missing")
     return _interval(config, pattern, "sliding_attention")
@@ -403,129 +408,6 @@ def _of_experts(items: dict[str, Node], config: Node, family: Config) -> dict[st
     return {} if mixed.value else {name: Node(0, mixed.origin) for name in names}
 
 
-_PER_LAYER = {"head_dim": "full_head_dim", "num_key_value_heads": "full_kv_heads"}
-"""Settings of single layers in ``per_layer_config``, by the fields that say them of layers that see all tokens."""
-
-
-def _of_full_layers(items: dict[str, Node], config: Node) -> dict[str, Node]:
-    """Heads of layers that see all tokens (``Gemma4TextConfig.__post_init__``): as ``per_layer_config`` says, in which
-    transformers saves them, else ``global_head_dim`` and, where keys are values, ``num_global_key_value_heads``."""
-    if items["layers"].whole % items["full_interval"].whole:
-        problem = "must end with full_attention, which transformers makes of the last layer in any case"
-        raise config.lacks("layer_types", problem)
-    own = items["keys_as_values"].value and items["full_kv_heads"].value is not None
-    found = {"full_kv_heads": items["full_kv_heads" if own else "kv_heads"]}
-    said = config.mapping.get("per_layer_config")
-    if said is None or not isinstance(said.value, dict):
-        return found
-    layers, interval = items["layers"].whole, items["full_interval"].whole
-    full = [layer for layer in range(layers) if (layer + 1) % interval == 0]
-    numbers = sorted(int(number) for number in said.mapping if number.isdecimal())
-    each = [{name: one.plain() for name, one in node.mapping.items()} for node in said.mapping.values()]
-    if (
-        numbers != full
-        or len(each) != len(full)
-        or any(one != each[0] or one.keys() - _PER_LAYER.keys() for one in each)
-    ):
-        problem = "is not modelled; only one head_dim and num_key_value_heads of all layers with full_attention are"
-        raise said.lacks("per_layer_config", problem)
-    found = {"full_head_dim": items["head_dim"], "full_kv_heads": items["kv_heads"]}
-    (first, *_) = said.mapping.values()
-    return found | {field: _checked(first.mapping[name], name) for name, field in _PER_LAYER.items() if name in each[0]}
-
-
-def _checked(node: Node, name: str) -> Node:
-    """A size of elements."""
-    allowed, accepts = _SIZE_RULE
-    if not accepts(node.value):
-        raise node.wrong(name, f"must be {allowed}")
-    return node
-
-
-_KINDS = {
-    "M": "M", "*": "*", "-": "-", "E": "E", "mamba": "M", "linear_attention": "M", "attention": "*",
-    "full_attention": "*", "mlp": "-", "moe": "E",
-}  # fmt: skip
-"""Kinds of a hybrid's layers, in letters or words."""
-
-
-def _pattern(items: dict[str, Node]) -> dict[str, Node]:
-    """Kinds of layers, all of Mamba-2 where none are named; sizes of experts only where there are some."""
-    node = items.get("layer_pattern")
-    if node is None:
-        layers = items["layers"]
-        return {"layer_pattern": Node("M" * layers.whole, layers.origin)}
-    pattern = _kinds(node)
-    found = {"layer_pattern": Node(pattern, node.origin), "layers": Node(len(pattern), node.origin)}
-    if "E" not in pattern:
-        for name in [name for name in items if name.startswith(("expert", "router_", "shared_expert"))]:
-            del items[name]
-    return found | _further_layers(items)
-
-
-def _further_layers(items: dict[str, Node]) -> dict[str, Node]:
-    """Those that predict further tokens, one for all of them (Megatron-Bridge, ``nemotron_h_bridge.py``)."""
-    count, kinds = items.pop("mtp_layers", None), items.pop("mtp_pattern", None)
-    if count is None or kinds is None or kinds.value is None or not count.value:
-        return {}
-    shared = Node(True, count.origin)
-    return {"mtp_layers": count, "mtp_pattern": Node(_kinds(kinds), kinds.origin), "mtp_shared": shared}
-
-
-def _kinds(node: Node) -> str:
-    """Letters of a hybrid's layers."""
-    parts = [str(one.value) for one in node.value] if isinstance(node.value, list) else list(str(node.value))
-    for part in parts:
-        if part not in _KINDS:
-            known = ", ".join(dict.fromkeys(_KINDS))
-            raise PlanError(
-                "layer_types", part, f"is no kind of layer that is modelled; {known} are", origin=node.origin
-            )
-    return "".join(map(_KINDS.__getitem__, parts))
-
-
-def _dense_layers(config: Node, items: dict[str, Node]) -> Node:
-    """Layers with an MLP in place of experts: the first ones (``first_k_dense_replace``), those of
-    ``mlp_only_layers`` and ``mlp_layer_types``, those that ``moe_layers`` leaves out, and those between every
-    ``moe_layer_freq``-th, ``decoder_sparse_step``-th or ``interleave_moe_layer_step``-th layer."""
-    layers = items["layers"].whole
-
-    def number(name: str, default: int) -> int:
-        node = config.mapping.get(name)
-        if node is None or node.value is None:
-            return default
-        allowed, accepts = _whole(min(default, 1), MOST_LAYERS)
-        if not accepts(node.value):
-            raise node.wrong(name, f"must be {allowed}")
-        return node.whole
-
-    first = items.pop("first_dense", None)
-    dense_first = first.value if first is not None and isinstance(first.value, int) else 0
-    step, every = number("decoder_sparse_step", 1), number("moe_layer_freq", 1)
-    only = config.mapping.get("mlp_only_layers")
-    listed = [one.value for one in only.value] if only is not None and isinstance(only.value, list) else []
-    if "expert_layers" in items:
-        step, mixed = number("interleave_moe_layer_step", 1), items.pop("expert_layers").value
-        named = [one.value for one in mixed] if isinstance(mixed, list) else None
-        listed = [i for i in range(layers) if i not in named] if named is not None else []
-        step = 1 if named is not None else step
-    kinds = items.pop("mlp_kinds", None)
-    if kinds is not None and (kinds.value is not None or first is None):
-        listed, dense_first = [i for i, one in enumerate(_mlp_kinds(kinds, layers)) if one != MIXED], 0
-    dense = [i for i in range(layers) if i < dense_first or (i + 1) % step or i % every or i in listed]
-    return Node([Node(i, config.origin) for i in dense], config.origin)
-
-
-def _mlp_kinds(given: Node, layers: int) -> list[object]:
-    """What each layer has behind its attention; experts in all but the first unless it is said."""
-    if given.value is None:
-        return ["dense", *[MIXED] * (layers - 1)]
-    kinds: list[object] = [one.value for one in given.value] if isinstance(given.value, list) else []
-    if len(kinds) != layers:
-        raise given.lacks("mlp_layer_types", f"must name all {layers} layers, not {len(kinds)}")
-    return kinds
-
-
 def _found(config: Node, key: Key) -> str:
     """The name by which the configuration says what ``key`` reads, or the first of them."""
     return next((name for name in key.names if config.at(name) is not None), key.names[0])
@@ -541,21 +423,14 @@ def _value(config: Node, spec_field: str, key: Key) -> Node:
         return Node(key.default, config.origin)
     if node.value is None and (key.default is None or spec_field in _MAY_BE_NULL):
         return node
-    allowed, accepts = _RULES.get(name, _RULES.get(spec_field, _SIZE_RULE))
+    allowed, accepts = _RULES.get(name, _RULES.get(spec_field, SIZE_RULE))
     if not accepts(node.value):
         raise node.wrong(name, f"must be {allowed}{', not text' if isinstance(node.value, str) else ''}")
     return node
 
 
-_Rule = tuple[str, Callable[[object], bool]]
-
-
 def _is_pattern(value: object) -> bool:
     return isinstance(value, (str, list)) and 0 < len(value) <= MOST_LAYERS
-
-
-def _whole(least: int, most: int) -> _Rule:
-    return f"a whole number from {least} to {most:,}", lambda value: type(value) is int and least <= value <= most
 
 
 _MAY_BE_NULL = (
@@ -563,29 +438,28 @@ _MAY_BE_NULL = (
     "router_group_top_k", "layers", "experts", "shared_experts", "router_aux_loss", "router_loss",
     "attention_chunk", "activation_clamp", "yarn_factor",
 )  # fmt: skip
-_SIZE_RULE = _whole(1, LARGEST)
-_PROBABILITY_RULE: _Rule = (
+_PROBABILITY_RULE: Rule = (
     "a probability: at least 0 and less than 1",
     lambda value: type(value) in (int, float) and 0 <= value < 1,  # type: ignore[operator]
 )
-_POSITIVE_RULE: _Rule = (
+_POSITIVE_RULE: Rule = (
     "a number above 0",
     lambda value: type(value) in (int, float) and value > 0,  # type: ignore[operator]
 )
-_COEFFICIENT_RULE: _Rule = (
+_COEFFICIENT_RULE: Rule = (
     "a number of at least 0",
     lambda value: type(value) in (int, float) and value >= 0,  # type: ignore[operator]
 )
-_FRACTION_RULE: _Rule = (
+_FRACTION_RULE: Rule = (
     "a number above 0 and up to 1",
     lambda value: type(value) in (int, float) and 0 < value <= 1,  # type: ignore[operator]
 )
-_SWITCH_RULE: _Rule = ("true or false", lambda value: isinstance(value, bool))
-_RULES: Mapping[str, _Rule] = {
-    "layers": _whole(1, MOST_LAYERS),
-    "token_types": _whole(0, LARGEST),
+_SWITCH_RULE: Rule = ("true or false", lambda value: isinstance(value, bool))
+_RULES: Mapping[str, Rule] = {
+    "layers": whole(1, MOST_LAYERS),
+    "token_types": whole(0, LARGEST),
     "rotary_fraction": _FRACTION_RULE,
-    ROTARY_FEATURES: _SIZE_RULE,
+    ROTARY_FEATURES: SIZE_RULE,
     "mlp_layer_types": (
         f"a list of {MIXED} and dense",
         lambda value: isinstance(value, list) and all(one.value in (MIXED, "dense") for one in value),
@@ -594,20 +468,20 @@ _RULES: Mapping[str, _Rule] = {
         "a list of layers, numbered from 0",
         lambda value: isinstance(value, list) and all(type(one.value) is int for one in value),
     ),
-    **dict.fromkeys(("nope_interval", "linear_interval"), _whole(1, MOST_LAYERS)),
-    "full_interval": _whole(2, MOST_LAYERS),
-    "top_k_experts": _whole(0, LARGEST),
+    **dict.fromkeys(("nope_interval", "linear_interval"), whole(1, MOST_LAYERS)),
+    "full_interval": whole(2, MOST_LAYERS),
+    "top_k_experts": whole(0, LARGEST),
     "layer_types": ("a list of kinds of layers", lambda value: isinstance(value, list)),
     "layer_pattern": (
         "the kinds of all layers, in letters or as a list",
         _is_pattern,
     ),
-    "mtp_layers": _whole(0, 16),
+    "mtp_layers": whole(0, 16),
     "mtp_pattern": ("the kinds of these layers, in letters or as a list", _is_pattern),
-    **dict.fromkeys(("experts", "expert_ffn", "shared_expert_ffn"), _whole(0, LARGEST)),
+    **dict.fromkeys(("experts", "expert_ffn", "shared_expert_ffn"), whole(0, LARGEST)),
     **dict.fromkeys(("attention_softcap", "logit_softcap", "activation_clamp", "yarn_factor"), _POSITIVE_RULE),
     **dict.fromkeys(("router_aux_loss", "router_z_loss"), _COEFFICIENT_RULE),
-    **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), _whole(0, LARGEST)),
+    **dict.fromkeys(("shared_experts", "first_dense", "latent_q_rank"), whole(0, LARGEST)),
     "router_scaling": _POSITIVE_RULE,
     "router_method": (f"{GREEDY} or group_limited_greedy", lambda value: value in (GREEDY, "group_limited_greedy")),
     **dict.fromkeys(("embedding_dropout", "attention_dropout", "hidden_dropout"), _PROBABILITY_RULE),

@@ -10,8 +10,9 @@ from ..families import family as family_of
 from ..layers.coverage import TRANSFORMERS, covered
 from ..optimizers import algorithm, algorithms
 from ..plan.block_configs import KEY as BLOCKS, written
+from ..plan.config_layers import MIXED
 from ..plan.errors import PlanError, wrong_at
-from ..plan.huggingface import ACTIVATIONS, MIXED, ROTARY_FEATURES, known_types
+from ..plan.huggingface import ACTIVATIONS, ROTARY_FEATURES, known_types
 from ..plan.plan import ResolvedPlan
 from ..plan.spec import ModelSpec
 from ..plan.tuning_checks import is_tuned
