@@ -72,6 +72,8 @@ def tiny(family: str, layers: int, **changes: Any) -> dict[str, Any]:
     sizes = {"hidden": 64, "heads": 4, "kv_heads": kv_heads, "head_dim": 16, "ffn": 176, "vocab": 1003}
     if family == "gemma4_unified_text":
         sizes["family"] = family  # no model of its own is built in
+    if family in ("gemma4_text", "gemma4_unified_text"):
+        sizes["full_interval"] = layers  # its last layer sees all tokens
     if spec(TINY[family]).get("latent_kv_rank"):
         sizes |= {"head_dim": 48, "nope_head_dim": 32, "rope_head_dim": 16, "value_head_dim": 24}
         sizes |= {"latent_kv_rank": 40, "shared_expert_ffn": 96, "expert_ffn": 96, "experts": 16}
