@@ -19,6 +19,8 @@ ROOMS = {
     "lion": ".lion",
     "lion8bit": ".lion",
     "muon": ".muon",
+    "ao_adamw_8bit": ".torchao",
+    "ao_adamw_4bit": ".torchao",
 }
 """The module of each optimizer's object; loaded when a plan names it."""
 
@@ -31,8 +33,8 @@ NOT_MODELLED: Mapping[str, str] = {
     "grokadamw": "it keeps a third state",
     "schedulefree": "it keeps other states than Adam",
     "ademamix": "it keeps a third state",
-    "adamwtorch4bit": "torchao's 4-bit states are tensors of other shapes",
-    "adamwtorch8bit": "torchao's 8-bit states are tensors of other shapes; bitsandbytes' are adam8bit",
+    "aoadamwfp8": "torchao's states in fp8 are not modelled; ao_adamw_8bit has as many bits",
+    "adamwfp8": "torchao's states in fp8 are not modelled; ao_adamw_8bit has as many bits",
     "stableadamw": "it keeps other numbers than Adam",
     "adagrad": "its state is not modelled",
     "rmsprop": "its states are not modelled",

@@ -111,6 +111,10 @@ class Algorithm(ABC):
 
     eight_bit: ClassVar[bool] = False
     """States are bytes, with a scale for every block (bitsandbytes)."""
+    block_sizes: ClassVar[tuple[int, ...]] = ()
+    """Elements of a state that may share one scale, the default first; none where there are no scales,"""
+    block_sizes_are: ClassVar[str] = ""
+    """and whose sizes these are."""
     decays: ClassVar[bool] = False
     """Weights decay unless the plan says otherwise, as in the optimizer's constructor."""
     has_momentum: ClassVar[bool] = False
@@ -138,6 +142,10 @@ class Algorithm(ABC):
     """``--optimizer`` of Megatron-LM."""
     torchtitan: ClassVar[str | None] = None
     """``optimizer.name`` of torchtitan."""
+
+    def step_of(self, optimizer: Optimizer) -> Step | None:
+        """The recipe of its step, where that allocates."""
+        return self.steps.get(optimizer.implementation)
 
     @abstractmethod
     def moments(self, optimizer: Optimizer) -> int:
@@ -172,7 +180,7 @@ def step_temporaries(optimizer: Optimizer, parameters: Iterable[Parameter], dtyp
 def step_tape(optimizer: Optimizer, parameters: Sequence[Parameter], dtype: str) -> Tape:
     """The step's events from its first line to its return."""
     r = Recorder(grad_enabled=False)
-    recipe = optimizer.algorithm.steps.get(optimizer.implementation)
+    recipe = optimizer.algorithm.step_of(optimizer)
     if recipe is not None:
         recipe(r, parameters, dtype, decay_of(optimizer))
     return r.tape()

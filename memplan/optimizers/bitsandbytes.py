@@ -34,6 +34,8 @@ class EightBit(Algorithm):
 
     implementations = (None,)
     eight_bit = True
+    block_sizes = (256, 2048)
+    block_sizes_are = "bitsandbytes' value since 0.44, and the value before"
     states_per_parameter: ClassVar[int]
 
     def moments(self, optimizer: Optimizer) -> int:

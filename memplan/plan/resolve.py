@@ -334,8 +334,10 @@ def _batch(plan: Plan, gpus: int, dp: int) -> Batch:
 
 def _optimizer(plan: Plan, own: Framework) -> Optimizer:
     optimizer = plan.optimizer
-    if optimizer.algorithm.eight_bit:
-        block = optimizer.block_size or (OLD_BLOCK_SIZE if plan.code == "2020" else own.default_block_size)
+    sizes = optimizer.algorithm.block_sizes
+    if sizes:
+        of_release = OLD_BLOCK_SIZE if plan.code == "2020" else own.default_block_size
+        block = optimizer.block_size or (of_release if optimizer.algorithm.eight_bit else sizes[0])
         return optimizer.model_copy(update={"block_size": block})
     default = own.supports.default_implementations.get(optimizer.name, optimizer.algorithm.implementations[0])
     return optimizer.model_copy(update={"implementation": optimizer.implementation or default})

@@ -228,9 +228,6 @@ FIELDS = (
 )
 """Fields that some frameworks have, or some optimizers."""
 
-BLOCK_SIZES = (256, 2048)
-"""Elements per scale of 8-bit states (``bitsandbytes/optim/optimizer.py``, ``init_state``)."""
-
 
 def check_optimizer(plan: ResolvedPlan) -> None:
     """What the framework has of the optimizer, and what the optimizer has."""
@@ -242,7 +239,7 @@ def check_optimizer(plan: ResolvedPlan) -> None:
     _check_name(plan)
     _check_fields(plan)
     _check_implementation(plan)
-    _check_bitsandbytes(optimizer)
+    _check_blocks(optimizer)
 
 
 def _check_name(plan: ResolvedPlan) -> None:
@@ -278,7 +275,7 @@ def _check_implementation(plan: ResolvedPlan) -> None:
     if value is None:
         return
     if own == (None,):
-        raise PlanError(field, value, f"must be left out: {name} has one implementation, bitsandbytes'")
+        raise PlanError(field, value, f"must be left out: {name} has one implementation")
     by_default = supports.default_implementations.get(name)
     refused = supports.implementations_refused
     known = [one for one in own if one in supports.implementations and (name, one) not in refused]
@@ -290,19 +287,22 @@ def _check_implementation(plan: ResolvedPlan) -> None:
     raise PlanError(field, value, f"{must}: {why}" if why else must)
 
 
-def _check_bitsandbytes(optimizer: Optimizer) -> None:
-    """Fields of bitsandbytes' optimizers."""
-    if optimizer.algorithm.eight_bit:
-        if optimizer.block_size not in (None, *BLOCK_SIZES):
-            problem = f"must be {listed(BLOCK_SIZES)}: bitsandbytes' value since 0.44, and the value before"
-            raise PlanError("optimizer.block_size", optimizer.block_size, problem)
+def _check_blocks(optimizer: Optimizer) -> None:
+    """Fields of states in few bits, and of bitsandbytes' optimizers."""
+    own = optimizer.algorithm
+    if own.block_sizes and optimizer.block_size not in (None, *own.block_sizes):
+        problem = f"must be {listed(sorted(own.block_sizes))}: {own.block_sizes_are}"
+        raise PlanError("optimizer.block_size", optimizer.block_size, problem)
+    if own.eight_bit:
         return
     if optimizer.paged and optimizer.implementation != "bitsandbytes":
-        problem = f"must be false: {optimizer.name} is not bitsandbytes'; set --optimizer-implementation bitsandbytes"
-        raise PlanError("optimizer.paged", True, problem)
-    for field in ("block_size", "embeddings_32bit"):
+        problem = f"must be false: {optimizer.name} is not bitsandbytes'"
+        others = "; set --optimizer-implementation bitsandbytes" if "bitsandbytes" in own.implementations else ""
+        raise PlanError("optimizer.paged", True, problem + others)
+    for field in ("embeddings_32bit",) if own.block_sizes else ("block_size", "embeddings_32bit"):
         value = getattr(optimizer, field)
         if value != Optimizer.model_fields[field].default:
             others = " and ".join(one.name for one in algorithms() if one.eight_bit)
-            problem = f"must be left out: {optimizer.name} has no 8-bit states, unlike {others}"
+            what = "no states of bitsandbytes'" if own.block_sizes else "no 8-bit states"
+            problem = f"must be left out: {optimizer.name} has {what}, unlike {others}"
             raise PlanError(f"optimizer.{field}", value, problem)

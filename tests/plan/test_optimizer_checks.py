@@ -53,7 +53,10 @@ def test_each_optimizer_has_a_default_implementation(name: str, implementation: 
         ),
         ({"framework": "fsdp", "optimizer": "paged_adamw_8bit"}, "optimizer.name = adam8bit (paged_adamw_8bit): must"),
         ({"framework": "fsdp", "optimizer": "adafactor"}, "Adafactor both fail on DTensor shards"),
-        ({"framework": "fsdp", "optimizer": "muon"}, "must be one of sgd, adam, adamw with framework fsdp: Muon"),
+        (
+            {"framework": "fsdp", "optimizer": "muon"},
+            "must be one of sgd, adam, adamw, ao_adamw_8bit, ao_adamw_4bit with framework fsdp: Muon",
+        ),
         (
             {"framework": "fsdp", "fsdp_version": "1", "optimizer": "muon"},
             "must be one of sgd, adam, adamw, adam8bit, lion, lion8bit with framework fsdp: Muon",

@@ -477,7 +477,7 @@ def test_every_model_has_its_repository() -> None:
     ("flag", "name", "says"),
     [
         ("optimizer", "galore_adamw_8bit", "projected to a low rank"),
-        ("optimizer", "adamw_torch_4bit", "torchao"),
+        ("optimizer", "ao_adamw_fp8", "torchao's states in fp8"),
         ("optimizer", "dist_muon", "--optimizer muon --zero 1"),
         ("trainer", "BCO", "classifier of prompts"),
         ("trainer", "prm", "scores of steps"),

@@ -25,9 +25,14 @@ OF_TRANSFORMERS = ("liger", "cut", "liger-cross-entropy", "unsloth")
 """Losses that take the place of transformers'."""
 
 OF_TORCH = ("sgd", "adam", "adamw")
-NO_KERNEL = (
-    "must be sgd, adam or adamw of PyTorch under FSDP2: bitsandbytes' kernels take no DTensor (the first step ends in "
-    "'got mixed torch.Tensor and DTensor'); FSDP1 runs them (--fsdp-version 1)"
+OF_BITSANDBYTES = ("adam8bit", "lion", "lion8bit")
+"""What steps on FSDP1's, besides."""
+OF_TORCHAO = ("ao_adamw_8bit", "ao_adamw_4bit")
+"""What steps on FSDP2's, besides."""
+NO_DTENSOR = (
+    "must be sgd, adam or adamw of PyTorch or torchao's ao_adamw_8bit or ao_adamw_4bit under FSDP2: bitsandbytes' "
+    "kernels take no DTensor (the first step ends in 'got mixed torch.Tensor and DTensor'); FSDP1 runs them "
+    "(--fsdp-version 1)"
 )
 """As bitsandbytes 0.50.2 runs with torch 2.11, and issues 1403 (FSDP2) and 2080 (FSDP1)."""
 
@@ -65,7 +70,7 @@ class Fsdp(Framework):
         tp_divides=("heads", "kv_heads", "ffn", "vocab"),
         sections=("fsdp", "lora", "quantisation", "kernels", "trainer"),
         pipeline=("schedule", "partition"),
-        optimizers=(*OF_TORCH, "adam8bit", "lion", "lion8bit"),
+        optimizers=(*OF_TORCH, *OF_TORCHAO, *OF_BITSANDBYTES),
         optimizers_refused={
             "adafactor": "PyTorch's and transformers' Adafactor both fail on DTensor shards (FSDP2); on flat ones "
             "(FSDP1) it is not modelled",
@@ -199,6 +204,10 @@ class Fsdp(Framework):
                 raise plan.wrong(f"trainer.{field}", f"must be left out {OF_VERSION_1}")
         if plan.fsdp.version == "2":
             _check_version_2(plan)
+        elif plan.optimizer.name in OF_TORCHAO:
+            must = f"must be one of {', '.join(self.optimizers_of(plan))} under FSDP1"
+            own = "of flat parameters torchao's states are not modelled; FSDP2 has them (--fsdp-version 2)"
+            raise plan.wrong("optimizer.name", f"{must}: {own}")
         elif plan.model.index_heads:
             idle = "whose parameters never have a gradient: not modelled of flat shards"
             raise plan.wrong("fsdp.version", f"must be 2 with an indexer (model.index_heads), {idle}")
@@ -217,7 +226,7 @@ class Fsdp(Framework):
         return plan.model.vocab if plan.loss.kind == "plain" else super().logits_vocab(plan)
 
     def optimizers_of(self, plan: ResolvedPlan) -> tuple[str, ...]:
-        return super().optimizers_of(plan) if plan.fsdp.version == "1" else OF_TORCH
+        return (*OF_TORCH, *(OF_BITSANDBYTES if plan.fsdp.version == "1" else OF_TORCHAO))
 
     def attention_words(self, plan: Plan) -> str:
         """PyTorch's fused attention has another kernel for fp32."""
@@ -347,7 +356,7 @@ def _check_version_2(plan: ResolvedPlan) -> None:
                 "loss.kind", "must be plain, vocab-parallel or chunked: of torchtitan's jobs no other loss is modelled"
             )
     if plan.optimizer.of_bitsandbytes:
-        raise PlanError("optimizer.name", plan.optimizer.called, NO_KERNEL)
+        raise PlanError("optimizer.name", plan.optimizer.called, NO_DTENSOR)
     plan.refuse(
         (
             "recompute.reentrant",
