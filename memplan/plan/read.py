@@ -30,7 +30,7 @@ from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model, saved_dtype
 from .normalise import field_value, normalised
 from .notes import FRAMEWORK_CHOSEN, Note, head_assumed, notes_of, passed_over, says_choice, text_part
 from .plan import Plan
-from .spellings import with_optimizer
+from .spellings import gpus_called, gpus_named, with_optimizer
 from .spoken import Spoken
 from .text import STANDARD_INPUT, folder_of, is_there, parse_yaml, path_of, read_bytes, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, known_from_traces, traced_spec
@@ -396,7 +396,15 @@ def _path_of(source: str) -> Path:
         return path
     built_in = ", ".join(examples())
     problem = f"is neither a file nor a built-in example ({built_in})"
+    if gpus_called(source) or gpus_named(source):
+        problem = f"is neither a file nor a built-in example; a GPU is --gpu {source}"
+    elif _PART_OF_GPU.fullmatch(source):
+        problem = 'is neither a file nor a built-in example; names with spaces need quotes: --gpu "A100 80GB"'
     raise PlanError("plan", source, problem, origin=COMMAND_LINE, known=examples())
+
+
+_PART_OF_GPU = pattern(r"(?i)[0-9]+\s?gi?b?|sxm[0-9]?|pcie|nvl|hbm[0-9]e?|super|ti|ada")
+"""Second words of names of GPUs."""
 
 
 def _name_of(path: Path) -> str:
