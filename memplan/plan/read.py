@@ -13,6 +13,7 @@ Parameters of dtype ``saved``: in which the checkpoint of the model was saved (t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -257,6 +258,9 @@ def load_source(source: str | None) -> Source:
         path = _path_of(source)
         text, name, folder = read_text(path), _name_of(path), folder_of(path)
     written = parse_yaml(text, name)
+    if _is_device_map(written):
+        given = f"--framework device-map --device-map {source}"
+        raise wrong_at(name, f"is a device_map, which places a model's modules: {given}, with --model NAME")
     if written.mapping and written.mapping.keys() & {"model_type", "family"} and "model" not in written.mapping:
         return _of_model(source)
     return _extended(_written(written, folder), 1)
@@ -410,6 +414,13 @@ _PART_OF_GPU = pattern(r"(?i)[0-9]+\s?gi?b?|sxm[0-9]?|pcie|nvl|hbm[0-9]e?|super|
 def _name_of(path: Path) -> str:
     """What errors call the file: a built-in example by its name."""
     return f"example {path.stem}" if examples().get(path.stem) == path else str(path)
+
+
+def _is_device_map(written: Node) -> bool:
+    """Whether ``written`` names modules, and the device of each, as Accelerate's ``device_map`` does."""
+    devices = [node.value for node in written.mapping.values()]
+    layers = any(re.search(r"\.[0-9]+$", name) for name in written.mapping)
+    return layers and all(isinstance(one, int) or one in ("cpu", "disk") for one in devices)
 
 
 def _extended(source: Source, depth: int) -> Source:
