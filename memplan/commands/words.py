@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..plan.errors import ABSENT, Guesses, PlanError, wrong_at
@@ -97,10 +98,10 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
                 if before[0] != flag and before[1] != said:
                     problem = f"contradicts {before[2]}, which sets the same field"
                     raise wrong_at(flag, problem if fixed else f"{said} {problem}")
-            if _is_switch(own) and (value if equals else next(iter(rest), "")).lower() in ("true", "false"):
+            if _is_switch(own) and (value if equals else next(iter(rest), "")).lower() in _TRUTHS:
                 value = value if equals else rest.pop(0)
                 off = own.replace("--", "--no-", 1)
-                on = value.lower() == "true"
+                on = _TRUTHS[value.lower()]
                 if "=" not in own:  # stands over the same switch before it, as any other value does
                     made = [one for one in made if one != (off if on else own)]
                 if on or "=" not in own:
@@ -108,6 +109,10 @@ def spelled(words: Sequence[str], unknown: Container[str]) -> tuple[list[str], l
             else:
                 made.append(own + equals + value)
     return [*_with_nodes(made), *words[end:]], left_out
+
+
+_TRUTHS = {**dict.fromkeys(("true", "yes", "on", "1"), True), **dict.fromkeys(("false", "no", "off", "0"), False)}
+"""What others write behind a switch."""
 
 
 def _is_switch(flag: str) -> bool:
@@ -198,16 +203,50 @@ def _wrong(words: Iterator[str], takes: Mapping[str, bool], path: str) -> Iterat
     guesses = Guesses(lambda flag: likely(flag, takes))
     word = next(words, None)
     while word is not None:
-        flag, equals, _ = word.partition("=")
+        flag, equals, value = word.partition("=")
         following = next(words, None)
         if flag not in takes and (flag.startswith("--") or _is_short_of_none(flag, takes)):
-            yield _unknown(flag, guesses, path)
+            yield _unknown(flag, value if equals else following or "", guesses, path)
+        elif takes.get(flag) is False and (equals or _is_no_place(following or "")) and _turns(flag):
+            yield _valued(flag, value if equals else following or "")
+            following = following if equals else next(words, None)
         elif takes.get(flag) and not equals:
             if following is None or following.partition("=")[0] in takes:
                 yield wrong_at(flag, f"needs a value{_meaning(flag)}")
             else:
                 following = next(words, None)
         word = following
+
+
+def _turns(flag: str) -> bool:
+    """Whether ``flag`` turns a field on or off."""
+    return flag.startswith("--") and (_is_switch(flag) or _is_switch(flag.replace("--no-", "--", 1)))
+
+
+def _is_no_place(word: str) -> bool:
+    """Whether ``word`` is one of letters and digits, and no plan, no file and no GPU."""
+    from ..plan.library import examples
+    from ..plan.spellings import gpus_called, gpus_named
+    from ..plan.text import is_there
+
+    if _BARE.fullmatch(word) is None or word in examples() or word.endswith("_config"):
+        return False
+    return not (is_there(Path(word)) or gpus_called(word) or gpus_named(word))
+
+
+_BARE = pattern(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+def _valued(flag: str, value: str) -> PlanError:
+    """What to write in place of ``flag``, a switch, with ``value`` behind it."""
+    from ..plan.near_misses import BESIDE
+
+    beside = by_flag().get(BESIDE.get(flag, ""))
+    if beside is not None and value in beside.choices:
+        return wrong_at(flag, f"is a switch, which takes no value: {flag} {beside.flag} {value}")
+    on = flag.replace("--no-", "--", 1)
+    off = on.replace("--", "--no-", 1)
+    return wrong_at(flag, f"{value} is a value, which a switch does not take: {on} turns it on, {off} off")
 
 
 def _is_short_of_none(flag: str, takes: Mapping[str, bool]) -> bool:
@@ -219,15 +258,15 @@ def _is_short_of_none(flag: str, takes: Mapping[str, bool]) -> bool:
 _ONE_HYPHEN = pattern(r"-[A-Za-z][A-Za-z-]*")
 
 
-def _unknown(flag: str, guesses: Guesses, path: str) -> PlanError:
+def _unknown(flag: str, value: str, guesses: Guesses, path: str) -> PlanError:
     from ..formats.own_settings import own_setting
-    from ..plan.near_misses import MEANT, NOT_MODELLED, SAME
+    from ..plan.near_misses import MEANT, NOT_MODELLED, SAME, VALUED
 
-    problem = NOT_MODELLED.get(flag)
+    problem = NOT_MODELLED.get(flag) or NOT_MODELLED.get(flag.replace("_", "-"))
     if problem is None and not {flag, flag.replace("_", "-")} & {*MEANT, *SAME}:
         problem = own_setting(flag)
     if problem is None:
-        guess = guesses.of(flag)
+        guess = VALUED.get(f"{flag.replace('_', '-')} {value.lower()}") or guesses.of(flag)
         hint = f"did you mean {guess}?" if guess else "--help-all lists them"
         problem = f"is not a flag of {path}; {hint}"
     return wrong_at(flag, problem)

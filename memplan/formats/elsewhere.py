@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..plan.errors import Node
 from .elsewhere_commands import GRPO, LITGPT, OF_SCRIPTS
 from .in_flags import Elsewhere
 
@@ -11,7 +12,22 @@ _NEOX = ("pipe_parallel_size", "model_parallel_size", "pos_emb", "data_impl", "r
 _OF_TUNE = "--framework fsdp --fsdp-parameters bf16 --fsdp-reduce bf16 --gpus N"
 """torchtune's distributed recipes: ``fully_shard`` without mixed precision, of a model made in ``dtype``, which is bf16
 (``torchtune/training/_distributed.py``, ``shard_model``); files of those for one GPU are called so."""
+_ALL_LINEAR = "--lora-targets all-linear"
 _BY_JAX = (("", "", "it trains by JAX, and memplan plans PyTorch alone"),)
+
+
+def _of_tune(written: Node) -> Node:
+    """torchtune's configuration with the linear layers of MLPs among those with adapters, where a switch says so
+    (``torchtune/models/*/_component_builders.py``)."""
+    model, mlp = written.mapping.get("model"), written.at("model.apply_lora_to_mlp")
+    named = written.at("model.lora_attn_modules")
+    if model is None or named is None or mlp is None or mlp.value is not True or not isinstance(named.value, list):
+        return written
+    names = [*named.value, *(Node(one, mlp.origin) for one in ("gate_proj", "up_proj", "down_proj"))]
+    model = model.with_items({**model.mapping, "lora_attn_modules": Node(names, named.origin)})
+    return written.with_items({**written.mapping, "model": model})
+
+
 ELSEWHERE = (
     Elsewhere(
         "MaxText",
@@ -34,6 +50,7 @@ ELSEWHERE = (
             ("gradient_accumulation_steps", "--accumulation"),
             ("dtype", "--dtype"),
             ("model.lora_rank", "--lora-rank"),
+            ("model.lora_attn_modules", "--lora-targets"),
             ("max_generated_tokens", "--completion-length"),
             ("optimizer._component_", "--optimizer"),
             ("enable_activation_checkpointing", "--recompute full"),
@@ -44,7 +61,6 @@ ELSEWHERE = (
             ("optimizer.fused", "True", "--optimizer-implementation fused"),
             ("model._component_", r".*\.qlora_", "--quantisation nf4"),
             ("loss._component_", r".*\.DPOLoss", "--trainer dpo"),
-            ("model.apply_lora_to_mlp", "True", "--lora-targets q_proj,v_proj,o_proj,gate_proj,up_proj,down_proj"),
             ("loss._component_", r".*\.GRPO", GRPO),
         ),
         unmodelled=(
@@ -60,6 +76,7 @@ ELSEWHERE = (
             ("tensor_parallel_dim", "[2-9]|1.", "it cuts layers over GPUs (tensor_parallel_dim)"),
             ("context_parallel_dim", "[2-9]|1.", "it cuts sequences over GPUs (context_parallel_dim)"),
         ),
+        completed=_of_tune,
     ),
     Elsewhere(
         "NeMo AutoModel",
@@ -78,12 +95,14 @@ ELSEWHERE = (
             ("distributed.ep_size", "--ep"),
             ("distributed.activation_checkpointing", "--recompute full"),
             ("peft.dim", "--lora-rank"),
+            ("peft.target_modules", "--lora-targets"),
             ("optimizer._target_", "--optimizer"),
         ),
         before="--model NAME --framework fsdp --gpus N",
         shortened=r"(?:\w+\.)+(?=[A-Z]\w*$)",
         implied=(
             ("quantization.load_in_4bit", "True", "--quantisation nf4"),
+            ("peft.match_all_linear", "True", _ALL_LINEAR),
             ("model._target_", r".*SequenceClassification", "--labels N"),
         ),
         unmodelled=(("teacher_model", "", "it distils from a teacher"),),
@@ -230,6 +249,7 @@ ELSEWHERE = (
             ("global_batch_size", "--gbs"),
             ("cutoff_len", "--seq"),
             ("peft_config.r", "--lora-rank"),
+            ("peft_config.target_modules", "--lora-targets"),
             ("enable_activation_checkpointing", "--recompute full"),
         ),
         before="--gpus N",
@@ -240,6 +260,7 @@ ELSEWHERE = (
             ("dist_config.name", "deepspeed", "--framework deepspeed --zero N"),
             ("quant_config.quantization_bit", "4", "--quantisation nf4"),
             ("quant_config.quantization_bit", "8", "--quantisation int8"),
+            ("_file_", r"(?i).*dpo[^/]*$", "--trainer dpo"),  # llamafactory-cli dpo FILE
             ("kernel_config.name", "liger", "--liger"),
         ),
         unmodelled=(
@@ -266,6 +287,8 @@ ELSEWHERE = (
             ("fsdp.activation_checkpointing", "--recompute full"),
             ("peft_config.r", "--lora-rank"),
             ("model.peft_config.r", "--lora-rank"),
+            ("peft_config.target_modules", "--lora-targets"),
+            ("model.peft_config.target_modules", "--lora-targets"),
         ),
         before="--framework fsdp --fsdp-version 1 --fsdp-reduce bf16 --model NAME --gpus N",
         implied=(
@@ -304,6 +327,7 @@ ELSEWHERE = (
             ("deepspeed.zero_optimization.stage", "--zero"),
             ("deepspeed.zero_optimization.offload_optimizer.device", "--offload-optimizer"),
             ("peft_config.r", "--lora-rank"),
+            ("peft_config.target_modules", "--lora-targets"),
         ),
         before="--framework deepspeed --gpus N",
     ),
@@ -337,7 +361,11 @@ ELSEWHERE = (
         OF_SCRIPTS.flags,
         before=OF_SCRIPTS.before,
         asks=OF_SCRIPTS.asks,
-        implied=(*OF_SCRIPTS.implied, ("num_samples_per_prompt_rollout", "", GRPO)),
+        implied=(
+            *OF_SCRIPTS.implied,
+            ("num_samples_per_prompt_rollout", "", GRPO),
+            ("lora_rank", "[1-9]", _ALL_LINEAR),  # finetune.py and dpo_tune_cache.py name all seven
+        ),
         files=OF_SCRIPTS.files,
     ),
     Elsewhere(
@@ -364,12 +392,16 @@ ELSEWHERE = (
             ("data.max_response_length", "--completion-length"),
             ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "--mbs"),
             ("actor_rollout_ref.model.lora_rank", "--lora-rank"),
+            ("actor_rollout_ref.model.target_modules", "--lora-targets"),
             ("actor_rollout_ref.model.enable_gradient_checkpointing", "--recompute full"),
             ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "--tp"),
             ("actor_rollout_ref.actor.megatron.pipeline_model_parallel_size", "--pp"),
         ),
         before=GRPO,
-        implied=(("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "", "--framework megatron"),),
+        implied=(
+            ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", "", "--framework megatron"),
+            ("actor_rollout_ref.model.lora_rank", "[1-9]", _ALL_LINEAR),  # config/model/hf_model.yaml
+        ),
         unmodelled=(("critic.model.path", "", "it trains an actor and a critic beside other models (PPO)"),),
     ),
     Elsewhere(
@@ -380,10 +412,12 @@ ELSEWHERE = (
             ("data.max_length", "--seq"),
             ("data.micro_batch_size_per_gpu", "--mbs"),
             ("model.lora_rank", "--lora-rank"),
+            ("model.target_modules", "--lora-targets"),
             ("model.enable_gradient_checkpointing", "--recompute full"),
             ("model.use_liger", "--liger"),
         ),
         before="--framework fsdp --gpus N",
+        implied=(("model.lora_rank", "[1-9]", _ALL_LINEAR),),
         otherwise=(
             ("model.enable_gradient_checkpointing", "--recompute full"),
             ("data.max_length", "--seq 1024"),
@@ -401,6 +435,7 @@ ELSEWHERE = (
             ("model.path", "--model"),
             ("data.max_token_len_per_gpu", "--seq"),
             ("model.lora_rank", "--lora-rank"),
+            ("model.target_modules", "--lora-targets"),
             ("model.enable_gradient_checkpointing", "--recompute full"),
             ("engine.tensor_model_parallel_size", "--tp"),
             ("engine.pipeline_model_parallel_size", "--pp"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ..plan.errors import Node, one_line, shown
 from ..plan.hub import twin
@@ -41,6 +41,8 @@ class Elsewhere(NamedTuple):
     """What to give in its place, where that is no flags."""
     files: tuple[str, ...] = ()
     """Keys whose value may be a file of JSON that is read: the first one is given beside the flags."""
+    completed: Callable[[Node], Node] | None = None
+    """What the tool itself makes of its keys, some of which mean something only beside others."""
 
 
 def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
@@ -48,6 +50,7 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
     if tool.instead:
         return f"{what or f'is {tool.name}'}: {tool.instead}"
     before = what or f"is a configuration of {tool.name}, which is not read"
+    written = tool.completed(written) if tool.completed is not None else written
     for key, begins, why in tool.unmodelled:
         if not key:
             return f"{before}: {why}"
@@ -71,7 +74,9 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
     file = next((one for key in tool.files if (one := _file(_at(written, key)))), "")
     if file or "--zero" in given:  # says the stage
         means = [one.replace(" --zero N", "") for one in means]
-    same = " ".join(one for one in (file, always, *said, *means) if one)
+    once = {one.partition(" ")[0]: one for one in reversed([*said, *means])}
+    flags = dict.fromkeys(one for one in (*said, *means) if one and once[one.partition(" ")[0]] == one)
+    same = " ".join(one for one in (file, always, *flags) if one)
     left = _left(tool, written) if said or file else []
     return (
         f"{before}: say the job in flags"
@@ -81,7 +86,8 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
 
 
 _WEIGHS = re.compile(
-    "(?i)offload|lora_dim|lora_module|only_optimize|shard|zero_|recompute|activ.*checkpoint|checkpoint.*activ|fp8|quanti"
+    "(?i)offload|lora_(?:dim|module|rank|r$|target|attn|key|proj|mlp|head)|target_modules|lora.r(?:ank)?$|dora|zero_"
+    "|only_optimize|shard|recompute|activ.*checkpoint|checkpoint.*activ|fp8|quanti|capacity|num_layers|^mtp_|_layout$"
     "|[48]bit|liger|^compile|torch_compile|parallel|ulysses|precision|dtype|remove_padding|packing_|freeze|partition"
     "|attention_config|attn_impl"
 )
@@ -95,7 +101,7 @@ def _left(tool: Elsewhere, written: Node) -> list[str]:
     found = [
         one_line(f"{key}={shown(node.plain())}")
         for key, node in _leaves(written)
-        if key not in taken and _WEIGHS.search(key.rpartition(".")[2])
+        if key not in taken and _WEIGHS.search(".".join(key.split(".")[-2:]))
         if (node.value is True or node.value not in _OFF) and not key.startswith("_")
         if not any(key == one and re.match(begins, str(node.value)) for one, begins, _ in tool.implied)
     ]
@@ -174,6 +180,9 @@ def _file(node: Node | None) -> str:
 
 
 _SIZES = frozenset(("--tp", "--pp", "--cp", "--ep"))
+_TARGETS = {**dict.fromkeys(("all", "ALL", "auto", "*"), "all-linear"), "output_proj": "o_proj"}
+"""Other tools' words for linear layers: LLaMA-Factory's and ms-swift's for all of them, torchtune's for the last one of
+attention."""
 _GPUS = frozenset(("--gpus", "--gpus-per-node"))
 """What tools take from the machine, too (``devices: auto`` of LitGPT, -1 of Lightning)."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -216,5 +225,7 @@ def _said(flag: str, node: Node, shortened: str) -> str:
         return f"{flag} {one_line(model) if '$' in model else twin(model, node) or one_line(model)}"
     if flag in _GPUS and not str(node.value).isdecimal() and "$" not in str(node.value):
         return f"{flag} N"
+    if flag == "--lora-targets":
+        return f"{flag} {one_line(','.join(_TARGETS.get(str(item.value), str(item.value)) for item in items))}"
     text = ",".join(re.sub(f"^{shortened}", "", str(item.value)) if shortened else str(item.value) for item in items)
     return f"{flag} {one_line(text)}"

@@ -245,7 +245,7 @@ def training_in(reading: Reading, source: str, folder: Path, marks: IsMark = is_
     environment = {**started.environment, **_passed(launcher)}
     if gpus is None and not {text(word).rpartition("/")[2] for word in launcher}.isdisjoint(_BY_ENVIRONMENT):
         per_node = _of_job(environment, "NPROC_PER_NODE")
-        gpus = _product(_of_job(environment, "NNODES") or Node(1, started.origin), per_node, started.origin)
+        gpus = _gpus_of_environment(environment, started.origin)
     on_all = gpus is None and per_node is None and _starts_on_all(launcher)
     seen = _visible(environment)
     if on_all and seen is not None and nodes is not None:
@@ -432,6 +432,8 @@ def _no_training(reading: Reading, source: str) -> PlanError:
             )
             if model:  # litgpt finetune_lora MODEL
                 given = given.with_items({"checkpoint_dir": scalar(text(model), started.origin), **given.mapping})
+            if (gpus := _gpus_of_environment(started.environment, started.origin)) is not None:
+                given = given.with_items({"_gpus_": gpus, **given.mapping})
             problem = in_flags(tool, given, f"starts {name}, whose command is not read")
             return wrong_at(started.origin, problem)
     for started in reading.started:
@@ -508,14 +510,20 @@ def _scripts(words: Sequence[Value]) -> list[int]:
 _LAUNCHING_MODULES = ("torch.distributed.", "accelerate.", "deepspeed.")
 
 
+def _gpus_of_environment(environment: Mapping[str, Value], origin: Origin) -> Node | None:
+    """GPUs of a job whose launcher reads ``NPROC_PER_NODE`` and ``NNODES``."""
+    nodes = _of_job(environment, "NNODES", Node(1, origin))
+    return _product(nodes, _of_job(environment, "NPROC_PER_NODE"), origin)
+
+
 def _arguments(words: Sequence[Value]) -> Node:
-    """What stands in a command behind its script, by names without hyphens."""
+    """What stands in a command behind its script, by names without hyphens; several values of one are a list."""
     origin = Origin("")
     known = [one for one in taken_apart(words, {}, origin)[0] if all(map(is_known, one.values))]
     items = {
         one.name.removeprefix("--").replace("-", "_"): scalar(text(one.values[0]), one.origin)
-        if one.values
-        else Node(True, one.origin)
+        if len(one.values) == 1
+        else Node([scalar(text(value), one.origin) for value in one.values] or True, one.origin)
         for one in known
     }
     return Node(items, origin)

@@ -142,7 +142,6 @@ _MEANT = {
     "--experts": ("moe",),
     "--expert-top-k": ("top-k",),
     "--tp or --pp": ("parallel", "parallelism", "model-parallel", "model-parallel-size", "mp"),
-    "--autocast --dtype": ("mixed-precision",),
     "--dtype bf16": ("bf16", "bfloat16"),
     "--dtype fp16": ("fp16", "half"),
     "--dtype fp32": ("fp32", "float32"),
@@ -178,6 +177,27 @@ _MEANT = {
 }
 """What may be meant by a flag that memplan has not, and what to write for it: a guess, which is offered."""
 
+_CHECKPOINTS = tuple(name for name in _MEANT["--recompute full"] if name != "ac")
+_VALUED = {
+    "--attention flash_attention_2": ("flash-attn 2", "flash-attention 2", "flash 2"),
+    "--attention flash_attention_3": ("flash-attn 3", "flash-attention 3", "flash 3"),
+    "--recompute none": tuple(f"{name} {off}" for name in (*_CHECKPOINTS, "ac") for off in ("false", "no", "none")),
+    "--framework ddp": ("fsdp no_shard",),
+    "--framework fsdp --no-reshard-after-forward": ("fsdp shard_grad_op",),
+    "--framework fsdp --fsdp-replicas N": ("fsdp hybrid_shard",),
+    "--framework fsdp --fsdp-offload": ("fsdp offload", "fsdp cpu-offload", "fsdp cpu_offload"),
+    **{f"--framework deepspeed --zero {n}": (f"deepspeed zero{n}", f"deepspeed stage{n}") for n in range(4)},
+}
+"""What is meant by such a flag with a value behind it, where that says more."""
+
+BESIDE: Mapping[str, str] = {"--autocast": "dtype"}
+"""Switches, and the field whose value others write behind them."""
+
+_MIXED = (
+    "is no flag: fsdp, deepspeed and megatron keep fp32 main parameters by themselves, with --dtype bf16 or fp16; in "
+    "single and ddp fp32 parameters with compute in 16 bits are --autocast --dtype bf16 or fp16"
+)
+
 OTHER_EXPERTS = (
     "experts that run one after the other (eager), on gathered weights (batched_mm) or on other kernels are not "
     "modelled"
@@ -199,6 +219,7 @@ NOT_MODELLED: Mapping[str, str] = {
     "--experts-implementation": f"is no flag: experts run as transformers takes by itself, grouped_mm; {OTHER_EXPERTS}",
     "--recipe": "names a recipe of Megatron-Bridge as its checkout does, such as "
     "llama3_8b_pretrain_2gpu_h100_bf16_config; every name ends in _config",
+    "--mixed-precision": _MIXED,
     "--unsloth": "Unsloth's own runs are not modelled: its layers and its offloaded checkpoints are code of its own; "
     "--kernels fms is fms-acceleration's set of its kernels",
     **dict.fromkeys(
@@ -272,6 +293,9 @@ PER_NODE = ("--gpus-per-node", "--nproc-per-node", "--gpus-per-machine", "--ntas
 
 MEANT: Mapping[str, str] = {f"--{name}": flags for flags, names in _MEANT.items() for name in names}
 """By the flag that was written."""
+
+VALUED: Mapping[str, str] = {f"--{said}": flags for flags, all_said in _VALUED.items() for said in all_said}
+"""By the flag that was written, and its value."""
 
 SAME: Mapping[str, str] = {
     **{f"--{name}": flag for flag, names in _SAME.items() for name in names},

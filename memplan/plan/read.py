@@ -13,6 +13,7 @@ Parameters of dtype ``saved``: in which the checkpoint of the model was saved (t
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,7 +31,7 @@ from .models import HOLDS_WEIGHTS, WEIGHTS, complete_model, saved_dtype
 from .normalise import field_value, normalised
 from .notes import FRAMEWORK_CHOSEN, Note, head_assumed, notes_of, passed_over, says_choice, text_part
 from .plan import Plan
-from .spellings import with_optimizer
+from .spellings import gpus_called, gpus_named, with_optimizer
 from .spoken import Spoken
 from .text import STANDARD_INPUT, folder_of, is_there, parse_yaml, path_of, read_bytes, read_standard_input, read_text
 from .traced_spec import NO_LENGTH, STAND_IN, TracedSpec, known_from_traces, traced_spec
@@ -257,6 +258,9 @@ def load_source(source: str | None) -> Source:
         path = _path_of(source)
         text, name, folder = read_text(path), _name_of(path), folder_of(path)
     written = parse_yaml(text, name)
+    if _is_device_map(written):
+        given = f"--framework device-map --device-map {source}"
+        raise wrong_at(name, f"is a device_map, which places a model's modules: {given}, with --model NAME")
     if written.mapping and written.mapping.keys() & {"model_type", "family"} and "model" not in written.mapping:
         return _of_model(source)
     return _extended(_written(written, folder), 1)
@@ -396,12 +400,27 @@ def _path_of(source: str) -> Path:
         return path
     built_in = ", ".join(examples())
     problem = f"is neither a file nor a built-in example ({built_in})"
+    if gpus_called(source) or gpus_named(source):
+        problem = f"is neither a file nor a built-in example; a GPU is --gpu {source}"
+    elif _PART_OF_GPU.fullmatch(source):
+        problem = 'is neither a file nor a built-in example; names with spaces need quotes: --gpu "A100 80GB"'
     raise PlanError("plan", source, problem, origin=COMMAND_LINE, known=examples())
+
+
+_PART_OF_GPU = pattern(r"(?i)[0-9]+\s?gi?b?|sxm[0-9]?|pcie|nvl|hbm[0-9]e?|super|ti|ada")
+"""Second words of names of GPUs."""
 
 
 def _name_of(path: Path) -> str:
     """What errors call the file: a built-in example by its name."""
     return f"example {path.stem}" if examples().get(path.stem) == path else str(path)
+
+
+def _is_device_map(written: Node) -> bool:
+    """Whether ``written`` names modules, and the device of each, as Accelerate's ``device_map`` does."""
+    devices = [node.value for node in written.mapping.values()]
+    layers = any(re.search(r"\.[0-9]+$", name) for name in written.mapping)
+    return layers and all(isinstance(one, int) or one in ("cpu", "disk") for one in devices)
 
 
 def _extended(source: Source, depth: int) -> Source:

@@ -119,6 +119,15 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "tpo": _OF_TRL.format("three completions of each prompt"),
         "asyncgrpo": _OF_TRL.format("steps on what was generated meanwhile"),
     },
+    "layout.zero": {
+        **dict.fromkeys(("zero2offload", "2offload"), "is more than a stage: --zero 2 --offload-optimizer cpu"),
+        **dict.fromkeys(
+            ("zero3offload", "3offload"), "is more than a stage: --zero 3 --offload-optimizer cpu --offload-param cpu"
+        ),
+        **dict.fromkeys(
+            ("infinity", "zeroinfinity"), "is more than a stage: --zero 3 --offload-optimizer nvme --offload-param nvme"
+        ),
+    },
     "quantisation.kind": {
         **dict.fromkeys(
             ("hqq", "aqlm", "eetq", "quanto", "torchao", "fp8", "mxfp4"),
@@ -152,6 +161,8 @@ def respelled(field: PlanField, node: Node) -> Node:
         return _choice(field, node)
     if field.path == "layout.zero" and (stage := _STAGE.fullmatch(node.value)):
         return Node(int(stage[1]), node.origin, node.text)
+    if (why := _REFUSED.get(field.path, {}).get(plain(node.value))) is not None:
+        raise node.wrong(field.path, why)
     if field.path in _LENGTHS and (match := _THOUSANDS.fullmatch(node.value)):
         return Node(int(match[1]) << (10 if match[2] in "kK" else 20), node.origin, node.text)
     return node

@@ -171,3 +171,67 @@ def test_words_of_one_field_that_differ(words: str, line: str) -> None:
         spelled(words.split(), ())
     assert str(caught.value) == line
     assert spelled(["--orpo", "--trainer", "orpo"], ()) == (["--trainer=orpo", "--trainer", "orpo"], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--autocast bf16", "--autocast: is a switch, which takes no value: --autocast --dtype bf16"),
+        ("--autocast=fp16", "--autocast: is a switch, which takes no value: --autocast --dtype fp16"),
+        (
+            "--padding longest",
+            "--padding: longest is a value, which a switch does not take: --padding turns it on, --no-padding off",
+        ),
+        (
+            "--no-padding=longest",
+            "--no-padding: longest is a value, which a switch does not take: --padding turns it on, --no-padding off",
+        ),
+        ("--flash-attn 2", "did you mean --attention flash_attention_2?"),
+        ("--gradient_checkpointing false", "did you mean --recompute none?"),
+        ("--gradient-checkpointing=False", "did you mean --recompute none?"),
+        ("--gradient-checkpointing true", "did you mean --recompute full?"),
+        ("--fsdp shard_grad_op", "did you mean --framework fsdp --no-reshard-after-forward?"),
+        ("--fsdp full_shard", "did you mean --framework fsdp?"),
+        ("--deepspeed zero3", "did you mean --framework deepspeed --zero 3?"),
+        ("--mixed_precision bf16", "in single and ddp fp32 parameters with compute in 16 bits are --autocast --dtype"),
+        ("--zero zero3_offload", "is more than a stage: --zero 3 --offload-optimizer cpu --offload-param cpu"),
+        ("--zero 2-offload", "is more than a stage: --zero 2 --offload-optimizer cpu"),
+    ],
+)
+def test_values_that_other_tools_write_behind_it(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is refused says what to type."""
+    assert line in refused(capsys, "estimate", "--model=gpt2", *words.split())
+
+
+@pytest.mark.parametrize("words", ["--autocast --dtype bf16", "--framework fsdp --no-reshard-after-forward --gpus 2"])
+def test_what_was_told_is_read(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["estimate", "--model=gpt2", "-q", "--gpu=h100", *words.split()]) == 0
+    assert "Fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["1", "yes", "on", "True"])
+def test_switches_are_turned_on_and_off_by_any_truth(value: str) -> None:
+    assert spelled(["--autocast", value], ()) == (["--autocast"], [])
+    off = {"1": "0", "yes": "no", "on": "off", "True": "False"}[value]
+    assert spelled([f"--autocast={off}"], ()) == (["--no-autocast"], [])
+
+
+def test_a_switch_is_before_a_plan_or_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What stands behind it may be PLAN."""
+    plan = tmp_path / "plan"
+    plan.write_text("model: gpt2\n")
+    for behind in (str(plan), "llama-3-8b", "llama-3-8b h100"):
+        assert main(["estimate", "-q", "--no-records", *f"--autocast {behind} --framework=single".split()]) in (0, 1)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("--gpu A100 80GB", "plan = 80GB: is neither a file nor a built-in example; names with spaces need quotes"),
+        ("--gpu H100 SXM", "plan = SXM: is neither a file nor a built-in example; names with spaces need quotes"),
+        ("8xh100", "plan = 8xh100: is neither a file nor a built-in example; a GPU is --gpu 8xh100"),
+    ],
+)
+def test_a_part_of_a_gpu_is_no_plan(words: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert line in refused(capsys, "estimate", "--model=gpt2", *words.split())

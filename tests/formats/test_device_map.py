@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from memplan.cli import main
 from memplan.formats.device_map import TARGET, device_map
 from memplan.formats.exported import exported
 from memplan.plan.errors import PlanError
@@ -112,3 +113,14 @@ def test_what_is_wrong_in_a_map_is_named(placed: dict[str, object], line: str, t
 def test_plans_of_other_frameworks_are_refused() -> None:
     with pytest.raises(PlanError, match=r"^framework = single: must be device-map for --to device-map"):
         exported(read_plan("llama-3-8b").plan, TARGET)
+
+
+def test_a_map_in_the_place_of_a_plan_says_where_it_goes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags that the refusal names read the map."""
+    file = tmp_path / "map.json"
+    assert main(["export", "gpt2-xl-4gpu", "--to", "device-map", "-o", str(file)]) == 0
+    assert main(["estimate", str(file), "--model=gpt2-xl", "--gpu=v100-32gb"]) == 2
+    said = capsys.readouterr().err
+    flags = said.partition("modules: ")[2].partition(", with")[0]
+    assert flags == f"--framework device-map --device-map {file}"
+    assert main(["estimate", *flags.split(), "--model=gpt2-xl", "--gpu=v100-32gb", "-q"]) in (0, 1)

@@ -48,6 +48,15 @@ def test_variables_say_how_many_processes(tmp_path: Path) -> None:
     assert (plan.layout.zero, plan.deepspeed.overlap_comm) == (3, False)
 
 
+def test_a_number_of_nodes_that_is_not_known_is_asked_for(tmp_path: Path) -> None:
+    """``examples/train/multi-node/dlc/train.sh``: once taken for one node."""
+    text = f"NNODES=$WORLD_SIZE NPROC_PER_NODE=8 {COMMAND} --deepspeed zero3"
+    with pytest.raises(PlanError, match="--gpus"):
+        plan_of(text, tmp_path)
+    assert plan_of(text.replace("$WORLD_SIZE", "3"), tmp_path).hardware.gpus == 24
+    assert plan_of(text, tmp_path, gpus="16").hardware.gpus == 16
+
+
 def test_its_file_is_the_same_as_its_command(tmp_path: Path) -> None:
     file = "model: Qwen/Qwen2.5-7B-Instruct\ntrain_type: lora\ndataset: [x]\nmax_length: 2048\n"
     file += "quant_bits: 4\nquant_method: bnb\n"

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from ...plan.errors import ABSENT, Node, PlanError, Value, together, wrong_at
+from ..elsewhere_commands import OF_FACTORY
+from ..in_flags import in_flags
 
 _OF_NO_TRAINING = ("infer_backend", "export_dir")
 """Keys of files for its commands ``chat`` and ``export``,"""
@@ -87,13 +89,11 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "fp8": "torchao's float8 is not modelled here",
         "use_v1_kernels": "kernels of LLaMA-Factory's own are not modelled",
         **dict.fromkeys(("use_dft_loss", "use_asft_loss", "use_eaft_loss"), "a loss weighed by token is not modelled"),
-        **dict.fromkeys(
-            ("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca", "use_megatron_bridge"),
-            "its training by Megatron is not read: say the job in flags: --framework megatron --tp --pp --ep",
-        ),
     }
 )
 """Switches that change the estimate, and why one that is on is refused."""
+_OF_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "use_mca", "use_megatron_bridge")
+"""Keys of its training by Megatron-Core (``hparams/megatron_bridge_args.py``, and mcore_adapter's)."""
 _STAGES: Mapping[str, str] = MappingProxyType(
     {
         "rm": "its value head stands beside a head of words whose logits are made, too, and is not modelled; trl's "
@@ -116,7 +116,7 @@ _MASKS = "needs flash_attn: fa2: without, a mask of each row's tokens by its tok
 _KERNELS = MappingProxyType(
     {"disabled": "eager", "fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "auto": None}
 )
-KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED})
+KEYS = frozenset({*_OWN, *_RENAMED, *_WITHOUT_EFFECT, *_REFUSED, *_OF_MEGATRON})
 """Every key of it that is known."""
 
 
@@ -135,6 +135,9 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     trains, predicts = (written.mapping.get(key, Node(False, written.origin)) for key in ("do_train", "do_predict"))
     if predicts.value is True and trains.value is not True:  # ``train/sft/workflow.py``
         raise wrong_at(predicts.origin, "do_predict is without do_train: LLaMA-Factory trains nothing")
+    if any(written.mapping[key].value not in (None, False) for key in _OF_MEGATRON if key in written.mapping):
+        problem = "is of LLaMA-Factory's training by Megatron, which is not read"
+        raise wrong_at(written.origin.source, in_flags(OF_FACTORY, written, problem))
     on = [(key, why, written.mapping[key]) for key, why in _REFUSED.items() if key in written.mapping]
     wrong = [
         PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
