@@ -21,7 +21,19 @@ HUGGING_FACE = (
     "deepseek-v2", "moonlight-16b",
 )  # fmt: skip
 """A model of each family that transformers runs."""
-OPTIMIZERS = ("sgd", "sgd --momentum 0.9", "adam", "adamw", "adam8bit", "adafactor", "lion", "lion8bit", "muon")
+OPTIMIZERS = (
+    "sgd",
+    "sgd --momentum 0.9",
+    "adam",
+    "adamw",
+    "adam8bit",
+    "adafactor",
+    "lion",
+    "lion8bit",
+    "muon",
+    "ao_adamw_8bit",
+    "ao_adamw_4bit",
+)
 IMPLEMENTATIONS = ("foreach", "for-loop", "fused", "apex", "bitsandbytes", "transformers")
 EXPANDABLE = "--env PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 ALLOCATOR = (
