@@ -152,6 +152,8 @@ def _in_turn(full: _Searching, units: Sequence[int]) -> Learnt:
     if found is None:
         raise LayersDifferError("layers do not take turns")
     config, period, layers = found
+    if config[_layers_key(config)] > MOST_IN_TURN:
+        raise LayersDifferError("a period has many layers")
     few, shallow = _few(replace(full.job, config=config), full), config[_layers_key(config)]
     if not few.runs() or not few.at(2, 2 * units[0])[0].outline.blocks:
         raise LayersDifferError("there is no such model of few layers")
@@ -159,6 +161,10 @@ def _in_turn(full: _Searching, units: Sequence[int]) -> Learnt:
     fit, whole, point = _with_some_unit(few, units, layers if layers_name(full.job.config) else 0)
     pieces = tuple(_grown(piece, full, point[1] // 2, shallow, period) for piece in fit.pieces)
     return replace(fit, verified=(shallow, layers), pieces=pieces), whole, point
+
+
+MOST_IN_TURN = 20
+"""Layers of a model with few periods; of more, one with a few layers of each kind has fewer."""
 
 
 def _assembled(full: _Searching, units: Sequence[int]) -> Learnt:

@@ -126,8 +126,7 @@ def as_loaded(job: Job) -> Iterator[None]:
     ``_get_dtype_plan``). ``fully_shard``'s are as its plan says."""
     from unittest.mock import patch
 
-    from . import step
-
+    step: Any = import_module("memplan.trace.step")
     made = step.made
 
     def made_as_loaded(job: Job, *, on_meta: bool = False) -> Any:

@@ -19,7 +19,7 @@ from memplan.frameworks import framework
 from memplan.layers.module import Options
 from memplan.notices import warnings
 from memplan.plan.errors import PlanError
-from memplan.plan.plan import Plan
+from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
 from memplan.trace.chunks import AnyFit, PerChunk, in_tokens
@@ -62,7 +62,7 @@ EAGER = frozenset({"mamba", "mamba2"})
 POINTS = {"lfm2": ((4, 200), (1, 77)), "mamba2": ((4, 384), (1, 640)), "ernie4_5_moe": ((4, 200), (1, 150))}
 
 
-def planned(kind: str, folder: Path, b: int, s: int, **flags: str) -> tuple[Plan, Job]:
+def planned(kind: str, folder: Path, b: int, s: int, **flags: str) -> tuple[ResolvedPlan, Job]:
     config = transformers.AutoConfig.for_model(kind, **TINY[kind])
     config.to_json_file(folder / "config.json", use_diff=False)
     attention = {"attention": "eager"} if kind in EAGER else {}
