@@ -14,6 +14,7 @@ from .plan.plan import ResolvedPlan
 from .plan.releases import WIDEST_FLASH, sdpa_kernel, takes_package, unmasked_scores
 from .plan.traced_spec import TracedSpec
 from .result import Notice
+from .tape.events import Category, Hold
 from .tape.program import Program
 
 GIB, MIB = 2**30, 2**20
@@ -36,6 +37,7 @@ def warnings(plan: ResolvedPlan, programs: Sequence[Program]) -> tuple[Notice, .
             _delta_operators,
             _padding,
             _traced_masks,
+            _traced_operators,
             framework(plan.framework).notices,
             _padded_vocab,
             _batch,
@@ -195,6 +197,22 @@ def _traced_masks(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[N
             f"keeps attention's scores, because it passes {keys} heads of keys beside a mask, which no fused kernel of "
             f"PyTorch takes; a real run repeats them to {heads}, and a fused kernel runs. Shorter sequences are not "
             "affected",
+        )
+
+
+def _traced_operators(plan: ResolvedPlan, programs: Sequence[Program]) -> Iterator[Notice]:
+    """Models of text that are known from traces, and have convolutions: for such layers there are kernels of other
+    packages (transformers, ``use_kernel_func_from_hub_with_fallback``), which no trace runs."""
+    inputs = {one.dtype for program in programs for one in program.extra if one.category == Category.INPUTS}
+    if not isinstance(plan.model, TracedSpec) or inputs != {"int64"}:
+        return
+    events = (event for span in programs[0].spans for event in span.module.first.forward)
+    if any(isinstance(event, Hold) and "convolution" in event.name for event in events):
+        yield Notice(
+            "operators-traced",
+            f"layers of {plan.model.name} run transformers' own operators for convolutions and scans along the "
+            "sequence: where causal-conv1d, mamba-ssm or flash-linear-attention are installed, their kernels run "
+            "instead, and what they keep for backward is not what this estimate counts",
         )
 
 

@@ -312,8 +312,11 @@ def build_plan(source: Source, flags: Flags, variant: Flags | None = None, *, tr
         try:
             check_layers(plan)
         except PlanError as error:
+            known = None
             with suppress(PlanError):
-                return _without_recipe(written, traced_spec(named, here, error.located(origins)), (*over, *loaded))
+                known = traced_spec(named, here, error.located(origins))
+            if known is not None:
+                return _without_recipe(written, known, (*over, *loaded))
     notes = (*over, *source.notes, *packed, *loaded, *chosen, *warnings, *notes_of(plan), *notes_of_releases(plan))
     return ReadPlan(plan, origins, notes)
 

@@ -26,7 +26,7 @@ from ..plan.errors import wrong_at
 from ..plan.library import COMPILED, LEARNED
 from ..plan.text import checksum
 from ..user_folders import user_folder
-from .fit import Fit
+from .chunks import AnyFit
 
 FORMAT = 2
 VARIABLE = "MEMPLAN_CACHE"
@@ -85,7 +85,7 @@ def tracer() -> str:
 
 NO_TRACER = frozenset(
     {"__init__", "cache", "collectives", "comparison", "framework", "job", "learned", "ranks", "run", "tapes", "timed"}
-    | {"gathering", "marks", "periods", "worker"}
+    | {"assembled", "chunked", "chunks", "gathering", "marks", "periods", "worker"}
     | {"compiled", "compiled_model", "compiled_parts", "compiled_replica", "inductor", "torchtitan", "torchtitan_step"}
 )
 """Modules of this package that look things up, ask or fold, and those of torchtitan's code: no event of a fit comes
@@ -119,7 +119,7 @@ def digest_of(value: Mapping[str, Any]) -> str:
     return sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def load(settings: Mapping[str, Any], kind: Any = Fit) -> Any:
+def load(settings: Mapping[str, Any], kind: Any = AnyFit) -> Any:
     """The user's own fit for this environment, else the built-in one, which says of which releases it is; or another
     ``kind`` of what was learnt."""
     return _of_user(settings, kind) or built_in(settings, kind)
@@ -130,7 +130,7 @@ def built_in_path(name: str, settings: Mapping[str, Any]) -> Path:
     return (COMPILED if "compiled" in settings else LEARNED) / name / f"{digest_of(settings)}{SUFFIX}"
 
 
-def built_in(settings: Mapping[str, Any], kind: Any = Fit) -> Any:
+def built_in(settings: Mapping[str, Any], kind: Any = AnyFit) -> Any:
     """The fit that ships with memplan, whichever tracer made it: tests see to it that it is this one."""
     stem, folder = digest_of(settings), COMPILED if "compiled" in settings else LEARNED
     found = [shipped(path) for path in folder.glob(f"*/{stem}{SUFFIX}")]

@@ -384,7 +384,7 @@ def transformers_job(
         raise plan.wrong("loss.kind", "must be plain, of all tokens: a trace runs the model's own loss")
     microbatches = plan.microbatches
     return Job(
-        config=config_of_spec(plan.model) if config is None else config,
+        config=config_of_spec(plan.model) if config is None else decoded(config),
         b=plan.batch.mbs,
         s=plan.batch.seq,
         dtype=plan.precision.stored,
@@ -402,6 +402,19 @@ def transformers_job(
         embeddings_32bit=optimizer.algorithm.eight_bit and optimizer.embeddings_32bit,
         trainer=microbatches if plan.trainer.loop == "transformers" else None,
     )
+
+
+def decoded(value: Any) -> Any:
+    """``value`` of a configuration with numbers where transformers writes what JSON has no number for
+    (``configuration_utils.py``, ``_encode_special_floats``)."""
+    match value:
+        case {"__float__": "Infinity" | "-Infinity" | "NaN" as number}:
+            return float(number)
+        case dict():
+            return {name: decoded(one) for name, one in value.items()}
+        case list():
+            return list(map(decoded, value))
+    return value
 
 
 def _check_code(plan: ResolvedPlan) -> None:

@@ -28,6 +28,7 @@ from ..plan.traced_spec import NO_LENGTH, STAND_IN, TracedSpec, layers_name
 from ..tape.program import Program, fold_program
 from ..values import dataclass
 from . import cache
+from .chunks import AnyFit
 from .fit import Born, Fit
 from .framework import job_of_plan
 from .job import MOST_MICROBATCHES, Job
@@ -277,9 +278,24 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     ]
     if any("efficient_attention_backward" in name for name in _operators(fit)):
         lines.append("what the memory-efficient attention kernel allocates inside is not counted")
+    if runs_convolutions(fit):
+        lines.append(OWN_OPERATORS)
     if any("_grouped_mm" in name for name in _operators(fit)):
         lines.append("experts run as one grouped product, whose tensors are as large whichever experts tokens go to")
     return tuple(lines)
+
+
+OWN_OPERATORS = (
+    "convolutions and scans along the sequence run transformers' own operators, as they do where the kernels of "
+    "causal-conv1d, mamba-ssm and flash-linear-attention are not installed"
+)
+
+
+def runs_convolutions(fit: Fit) -> bool:
+    """Whether a model of text has convolutions: its layers are of those for which there are kernels of other packages,
+    which no trace runs (``use_kernel_func_from_hub_with_fallback``)."""
+    reads_text = all(one.dtype == "int64" for piece in fit.pieces for one in piece.inputs)
+    return reads_text and any("aten.convolution" in name for name in _operators(fit))
 
 
 LONGEST = 4096
@@ -339,7 +355,7 @@ def fit_by_traces(
     from .run import answer_of
 
     answer = answer_of("learned", job, {"longest": longest}, name, report)
-    fit = Fit.from_json(answer["fit"])
+    fit = AnyFit.from_json(answer["fit"])
     if job.tuned is not None and job.tuned.rank is not None and (of := lacks_rank(fit)):
         raise PlanError("model", name, f"cannot be learnt with adapters: {TRACED_RANK} divides a dimension of {of}")
     _compare(plan, fit, answer["point"], answer["points"], name)

@@ -8,7 +8,7 @@ every trace has all layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
@@ -16,18 +16,86 @@ from typing import Any
 
 from ..plan.traced_spec import LAYERS, layers_name
 from ..values import dataclass
-from . import learning
+from . import assembled, learning
+from .chunked import fit_chunks, fit_chunks_work
 from .fit import LAYER, Domain, Fit, Gone, Kind, Piece, Places, Point
 from .job import Job
-from .learning import SHALLOW, UNITS, LayersDifferError, Learner, Trace
+from .learning import SHALLOW, SHORTEST, UNITS, LayersDifferError, Learner, Trace
 from .models import UnknownModelError, config_of
 from .recording import Traced
 from .rows import laid_out, piece_of
-from .structure import Fitted, UnfitError, as_traced
+from .structure import Fitted, UnfitError
+from .work import NoWorkError, check_work, work_of
+
+
+class LoopsError(UnfitError):
+    """Longer sequences run more operators, so that no polynomials are of all of them."""
 
 
 @dataclass
-class _Few(Learner):
+class _Searching(Learner):
+    """Which tries whole chunks where layers cut sequences into some, and begins with two of them where it has to: one
+    alone is often viewed where several are copied. Loops over tokens are found soon."""
+
+    def piece(self, bs: tuple[int, ...], more: int | None, start: int, expected: int) -> tuple[Piece, Fitted]:
+        try:
+            return super().piece(bs, more, start, expected)
+        except UnfitError:
+            if start or not self.has_whole_chunks:
+                raise
+        with suppress(UnfitError):
+            return self.in_chunks(bs, more, 0)
+        return self.in_chunks(bs, more, self.unit)
+
+    @property
+    def has_whole_chunks(self) -> bool:
+        return any(not self.unit % chunk for chunk in chunks_in(self.job.config))
+
+    def in_chunks(self, bs: tuple[int, ...], more: int | None, start: int) -> tuple[Piece, Fitted]:
+        """Of whole chunks alone, more than ``start`` tokens."""
+        unit = self.unit
+        if start + 4 * unit > self.longest:
+            raise UnfitError(f"too few chunks of {unit} tokens are between {start} and {self.longest} to learn them")
+        points = [(b, s) for b in bs for s in (start + unit, start + 2 * unit, start + 3 * unit)]
+        found = fit_chunks({point: self.at(*point)[1] for point in points}, unit)
+        other = more or bs[0], start + 4 * unit
+        self.check(found, *other)
+        domain = Domain(bs[0], None if more else bs[0], start + unit, self.reach(found, bs[-1], start, 0), unit)
+        piece = piece_of(found, self.at(*points[0])[0], domain)
+        with suppress(NoWorkError):
+            works = {point: work_of(self.at(*point)[0]) for point in points}
+            made = replace(piece, work=fit_chunks_work(piece, works, unit))
+            check_work(made, other, work_of(self.at(*other)[0]))
+            return made, found
+        return piece, found
+
+    def runs(self) -> bool:
+        self.check_loops(3, SHORTEST)  # short sequences say soonest that there are loops
+        if self.has_whole_chunks:
+            self.check_loops(2, self.unit)
+        return super().runs()
+
+    def events(self, b: int, s: int) -> int:
+        """Of a step."""
+        return sum(map(len, self.at(b, s)[1].passes))
+
+    def check_loops(self, b: int, unit: int) -> None:
+        """``LoopsError`` where every ``unit`` of tokens more runs as many operators more."""
+        try:
+            less, some = (self.events(b, times * unit) for times in (1, 2))
+            more = self.events(b, 3 * unit) if less < some else 0
+        except Exception:  # whatever a model's code says of such lengths: others say it better
+            return
+        if 0 < some - less == more - some:
+            raise LoopsError(
+                f"the step has {less:,} events at s = {unit} and {some - less:,} more with every {unit} tokens more: "
+                "the model's code loops over tokens, or chunks of them, in Python, as it does without the CUDA kernels "
+                "of its layers; `memplan trace` with --mbs and --seq traces it at one size"
+            )
+
+
+@dataclass
+class _Few(_Searching):
     """Learns from ``job``, which has few of the layers of ``full``."""
 
     full: Learner | None = None
@@ -42,21 +110,101 @@ class _Few(Learner):
         return super().reach(found, b, start, expected or (window - 1 if isinstance(window, int) else 0))
 
 
-def learn(job: Job, trace: Trace, longest: int) -> tuple[Fit, Traced, Point]:
-    """As ``learning.learn``, with fewer layers where their kinds take turns."""
-    units = [unit for unit in UNITS if 4 * unit <= longest]
-    found = shortened(job) if units else None
-    if found is not None:
-        config, period, layers = found
-        full = Learner(job, trace, longest, units[0])
-        few = _Few(replace(job, config=config), trace, longest, units[0], full=full)
-        with suppress(UnfitError):
-            _grown(_traced_piece(few, 2, 2 * units[0]), full, units[0], config[_layers_key(config)], period)
-            fit, whole, point = learning._with_some_unit(few, units, layers if layers_name(job.config) else 0)
-            shallow = config[_layers_key(config)]
-            pieces = tuple(_grown(piece, full, point[1] // 2, shallow, period) for piece in fit.pieces)
-            return replace(fit, verified=(shallow, layers), pieces=pieces), whole, point
-    return learning.learn(job, trace, longest)
+Learnt = tuple[Fit, Traced, Point]
+
+
+def learn(job: Job, trace: Trace, longest: int) -> Learnt:
+    """As ``learning.learn``, with few layers also where they take turns, or are of several kinds in any order."""
+    chunks = [one for one in chunks_in(job.config) if one > UNITS[0]]
+    units = [unit for unit in (*chunks, *UNITS) if 4 * unit <= longest] or [learning._unit_within(longest)]
+    full = _Searching(job, trace, longest, units[0])
+    for way in (_in_turn, _alike, _assembled):
+        with suppress(LayersDifferError):
+            return way(full, units)
+    return _with_some_unit(full, units, _counted(job))
+
+
+def chunks_in(config: Mapping[str, Any]) -> list[int]:
+    """Tokens of the chunks that layers cut sequences into, by whatever name ends so: ``mamba_chunk_size``."""
+    return [value for name, value in config.items() if name.endswith(CHUNKS) and type(value) is int and value > 0]
+
+
+CHUNKS = ("chunk_size", "block_size")
+
+
+def _counted(job: Job) -> int:
+    """Layers, where nothing is said of each."""
+    name = layers_name(job.config)
+    return int(job.config[name]) if name is not None else 0
+
+
+def _alike(full: _Searching, units: Sequence[int]) -> Learnt:
+    """Of a model whose layers are alike, or all but a few."""
+    layers, few = _counted(full.job), replace(full, shallow=SHALLOW)
+    if layers <= SHALLOW + 1 or not few.runs():
+        raise LayersDifferError("the configuration says something of each layer")
+    return _with_some_unit(few, units, layers)
+
+
+def _in_turn(full: _Searching, units: Sequence[int]) -> Learnt:
+    """Of a model whose layers take turns."""
+    found = shortened(full.job)
+    if found is None:
+        raise LayersDifferError("layers do not take turns")
+    config, period, layers = found
+    if config[_layers_key(config)] > MOST_IN_TURN:
+        raise LayersDifferError("a period has many layers")
+    few, shallow = _few(replace(full.job, config=config), full), config[_layers_key(config)]
+    if not few.runs() or not few.at(2, 2 * units[0])[0].outline.blocks:
+        raise LayersDifferError("there is no such model of few layers")
+    _grown(assembled.traced_piece(few, (2, 2 * units[0])), full, units[0], shallow, period)
+    fit, whole, point = _with_some_unit(few, units, layers if layers_name(full.job.config) else 0)
+    pieces = tuple(_grown(piece, full, point[1] // 2, shallow, period) for piece in fit.pieces)
+    return replace(fit, verified=(shallow, layers), pieces=pieces), whole, point
+
+
+MOST_IN_TURN = 20
+"""Layers of a model with few periods; of more, one with a few layers of each kind has fewer."""
+
+
+def _assembled(full: _Searching, units: Sequence[int]) -> Learnt:
+    """Of a model whose layers are of several kinds."""
+    if full.job.config.get(_layers_key(full.job.config), assembled.LEAST) < assembled.LEAST:
+        raise LayersDifferError("the model has few layers")
+    for known in assembled.fewer(full, (2, 2 * units[0])):
+        few = replace(_few(known.job, full), seen=known.seen)
+        with suppress(LayersDifferError):
+            fit, whole, point = _with_some_unit(few, units, _counted(full.job))
+            unit = point[1] // 2
+            pieces = tuple(assembled.assembled(piece, full, unit) for piece in fit.pieces)
+            buckets = assembled.follow_rows(pieces, full, unit)
+            layers = sum(name.startswith(LAYER) for _, names in pieces[0].row for name in names)
+            return replace(fit, verified=(layers,), pieces=pieces, buckets=buckets), whole, point
+    raise LayersDifferError("no few layers do what all do")
+
+
+def _few(job: Job, full: Learner) -> _Few:
+    return _Few(job, full.trace, full.longest, full.unit, full=full)
+
+
+def _with_some_unit(learner: _Searching, units: Sequence[int], layers: int) -> Learnt:
+    """With the first unit that fits; why the last does not, where none does. What one has seen another need not."""
+    learner.check_loops(3, SHORTEST)
+    *first, last = units
+    for unit in first:
+        if (found := _with_unit(learner, unit, layers)) is not None:
+            return found
+        learner.check_loops(2, unit)
+    return learning._learnt(replace(learner, unit=last), layers)
+
+
+def _with_unit(learner: _Searching, unit: int, layers: int) -> Learnt | None:
+    try:
+        return learning._learnt(replace(learner, unit=unit), layers)
+    except LayersDifferError:
+        raise
+    except UnfitError:
+        return None
 
 
 def _layers_key(config: dict[str, Any]) -> str:
@@ -99,19 +247,13 @@ def _lead(row: Sequence[object], period: int) -> int:
 def _grown(piece: Piece, full: Learner, unit: int, shallow: int, period: int) -> Piece:
     """``piece`` with all layers; ``LayersDifferError`` where that is not what is traced with them."""
     b, s = piece.domain.b_from, piece.domain.s_from // unit * unit + 2 * unit
-    whole = _traced_piece(full, b, s)
+    whole = assembled.traced_piece(full, (b, s))
     wanted = list(laid_out(whole, whole.row, b, s))
     for end in range(shallow - period, period - 1, -1):
         grown = _repeating(piece, len(wanted), end, period)
         if all(one == other for one, other in zip(laid_out(grown, grown.row, b, s), wanted, strict=True)):
             return grown
     raise LayersDifferError(f"with all layers, the row is not what it is with {shallow}")
-
-
-def _traced_piece(learner: Learner, b: int, s: int) -> Piece:
-    """What was traced at one point."""
-    traced, structure = learner.at(b, s)
-    return piece_of(as_traced((b, s), structure), traced, Domain(b, b, s - 2 * learner.unit, s, 1))
 
 
 def _repeating(piece: Piece, total: int, end: int, period: int) -> Piece:

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ..layers.module import Parameter
-from .fit import Coefficients, Fit, Kind, Piece, Polynomial
+from .chunks import TERMS, with_coefficients
+from .fit import Fit, Kind, Piece, Polynomial
 from .job import Tuned
 
 TRACED_RANK = 10_007
@@ -59,7 +60,7 @@ def at_rank(fit: Fit, rank: int | None) -> Fit:
 
 def _piece_at(piece: Piece, rank: int) -> Piece:
     def sizes(polynomials: Iterable[Polynomial]) -> tuple[Polynomial, ...]:
-        return tuple(Polynomial(_scaled(one.coefficients, rank)) for one in polynomials)
+        return tuple(with_coefficients(one, _scaled(one.coefficients, rank)) for one in polynomials)
 
     work = piece.work and replace(piece.work, polynomials=sizes(piece.work.polynomials))
     kinds = tuple(_kind_at(one, rank) for one in piece.kinds)
@@ -79,8 +80,6 @@ def _is_of_rank(length: int) -> bool:
     return not length % TRACED_RANK
 
 
-def _scaled(coefficients: Coefficients, rank: int) -> Coefficients:
-    if not all(map(_is_of_rank, coefficients)):
-        return coefficients
-    one, s1, s2, b1, bs1, bs2 = (value // TRACED_RANK * rank for value in coefficients)
-    return one, s1, s2, b1, bs1, bs2
+def _scaled(coefficients: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    terms = coefficients[:TERMS]
+    return tuple(value // TRACED_RANK * rank for value in terms) if all(map(_is_of_rank, terms)) else terms

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -54,6 +55,7 @@ def answered(work: Work, data: Mapping[str, Any]) -> dict[str, Any]:
     gc.freeze()  # a trace looks for garbage twice: not among all that was imported
     gc.enable()
     try:
+        _check_attention(job)
         return work(job, data, versions)
     except UnfitError as error:
         return {"error": f"cannot be written as polynomials: {error}"}
@@ -61,6 +63,18 @@ def answered(work: Work, data: Mapping[str, Any]) -> dict[str, Any]:
         return {"error": f"cannot be traced: {error}"}
     except Exception as error:  # whatever a model's code raises is the user's to read
         return {"error": f"cannot be traced: {explained(error)}"}
+
+
+def _check_attention(job: Job) -> None:
+    """``UntraceableError`` where transformers' model has no ``scaled_dot_product_attention``, which it refuses."""
+    if job.torchtitan is not None or job.attention != "flash":
+        return
+    from .models import config_of, model_class
+    from .places import UntraceableError
+
+    model: Any = model_class(config_of(job))
+    if not model._supports_sdpa:
+        raise UntraceableError(f"transformers' {model.__name__} takes none of PyTorch's kernels: --attention eager")
 
 
 class NotImportableError(Exception):
@@ -83,7 +97,7 @@ def traced_job(job: Job, within: Surroundings) -> Traced:
     from .step import traced_step
     from .substitutions import SUBSTITUTIONS as OF_TRANSFORMERS
 
-    with copied_fakes(), asked_of_cuda(within.device):
+    with copied_fakes(), asked_of_cuda(within.device), as_loaded(job):
         return replace(traced_step(job, within=within), substitutions=OF_TRANSFORMERS)
 
 
@@ -102,6 +116,31 @@ def copied_fakes() -> Iterator[None]:
         return memo[id(one)]  # type: ignore[no-any-return]
 
     with patch.object(FakeTensor, "__deepcopy__", cloned, create=True):
+        yield
+
+
+@contextmanager
+def as_loaded(job: Job) -> Iterator[None]:
+    """Parameters that ``from_pretrained`` keeps in fp32 beside others in 16 bits, such as routers' weights, are so in
+    the model that is made (transformers 5.23, ``modeling_utils.py``: ``_keep_in_fp32_modules_strict``,
+    ``_get_dtype_plan``). ``fully_shard``'s are as its plan says."""
+    from unittest.mock import patch
+
+    step: Any = import_module("memplan.trace.step")
+    made = step.made
+
+    def made_as_loaded(job: Job, *, on_meta: bool = False) -> Any:
+        model: Any = made(job, on_meta=on_meta)
+        kept = "|".join(rf"(^|\.){one}($|\.)" for one in sorted(model._keep_in_fp32_modules_strict or ()))
+        for name, parameter in model.named_parameters() if kept else ():
+            if re.search(kept, name):
+                parameter.data = parameter.data.float()
+        return model
+
+    if job.fsdp is not None or job.dtype == "fp32":
+        yield
+        return
+    with patch.object(step, "made", made_as_loaded):
         yield
 
 
@@ -143,7 +182,8 @@ def evaluated_step(job: Job) -> Traced:
 
     is_quantised = job.tuned is not None and job.tuned.four_bit is not None
     packs = patch("bitsandbytes.nn.modules.has_avx512bf16", lambda: False) if is_quantised else nullcontext()
-    with packs, copied_fakes(), asked_of_cuda("cpu"), gathering() if job.gathers else nullcontext():
+    gathers = gathering() if job.gathers else nullcontext()
+    with packs, copied_fakes(), asked_of_cuda("cpu"), as_loaded(job), gathers:
         return traced_step(job, evaluates=True)
 
 

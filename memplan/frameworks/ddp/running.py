@@ -9,7 +9,9 @@ from ...layers.module import Module, Tapes
 from ...plan.plan import ResolvedPlan
 from ...tape.events import Category, Hold, rounded
 from ...tape.program import Span, drop_all
+from ...trace.fit import Fit
 from ...trace.job import Replicated
+from ..plain.learned import trained_dtypes
 from ..plain.running import PlainRunning
 from .programs import fullest_rank
 from .reducer import bucket_sizes, limits
@@ -45,6 +47,13 @@ class DdpRunning(PlainRunning):
         for name in ("gradient_as_bucket_view", "find_unused_parameters", "parameters_as_bucket_view"):
             if getattr(plan.ddp, name):
                 raise plan.wrong(f"ddp.{name}", "must be false: not modelled for an architecture without a recipe")
+
+    def lacks(self, plan: ResolvedPlan, fit: Fit) -> str:
+        """Buckets have gradients of one dtype each (``compute_bucket_assignment_by_size``)."""
+        dtypes = frozenset[str]().union(*map(trained_dtypes, fit.pieces))
+        if plan.lora.rank is not None or len(dtypes) == 1:
+            return ""
+        return f"it trains parameters in {' and '.join(sorted(dtypes))}, whose buckets are not modelled"
 
     def learnt_front(self, plan: ResolvedPlan, buffers: Sequence[Hold]) -> tuple[Span, ...]:
         """DDP broadcasts buffers before every forward pass, through a flat copy of those of a dtype that has

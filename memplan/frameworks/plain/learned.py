@@ -31,6 +31,8 @@ PACKED = "uint8"
 """What a trace calls the dtype of 4-bit weights, which no other parameter has."""
 TABLES = ("word.weight", "position.weight")
 """What tables of embeddings are called."""
+WIDE = frozenset({"fp32"})
+"""Dtypes in which a model may keep some parameters, such as routers' weights and biases, whatever the others'."""
 MOST_REASONS = 3
 """That an error repeats."""
 
@@ -48,18 +50,19 @@ def program_of(
     piece = piece_of(plan, fit, b, s)
     row = row_of(plan, fit, piece)
     dtype = plan.precision.stored
-    check_dtype(plan, piece, dtype)
+    check_dtype(plan, piece, dtype, others=WIDE)
     made = spans(piece, row, b, s)
     groups = tuple((span.module.parameters, len(span.names)) for span in made if span.module.parameters)
     parameters, kept = full("parameter", Category.PARAMETERS, dtype), plan.optimizer.embeddings_32bit
     states = (parameters, *optimizer_states(plan.optimizer, dtype, embeddings_32bit=kept))
-    if not all(one.trained for own, _ in groups for one in own):
+    if not all(one.trained and one.dtype == dtype for own, _ in groups for one in own):
         states, groups = tuned_states(plan.optimizer, dtype), trained_only(groups)
     buffers = buffers_of(piece, row)
     extra = [*inputs_of(plan, piece), *buffers, *shared_table(plan), *quantisation_maps(plan.optimizer)]
     step, clipping = optimizer_step(groups, plan.optimizer, dtype), 0
     if trainer.runs(plan):
-        step, clipping = trainer_step(groups, plan.optimizer, plan.lora.dtype or dtype, options.kernel_workspaces)
+        norms = plan.lora.dtype or (dtype if trained_dtypes(piece) == {dtype} else "fp32")
+        step, clipping = trainer_step(groups, plan.optimizer, norms, options.kernel_workspaces)
     broadcast = front_of(plan, buffers)
     ready = _ready(piece, row)
     unrolled = (*broadcast, *whole(piece, row, b, s, options.kernel_workspaces))
@@ -122,10 +125,11 @@ def _grown(piece: Piece, layers: int) -> tuple[Places, ...]:
     return piece.grown(layers)
 
 
-def check_dtype(plan: ResolvedPlan, piece: Piece, dtype: str) -> None:
-    """``PlanError`` unless all parameters were traced in ``dtype``, adapters in their own, and in fp32 what peft has
-    cast that is not quantised."""
+def check_dtype(plan: ResolvedPlan, piece: Piece, dtype: str, *, others: frozenset[str] = frozenset()) -> None:
+    """``PlanError`` unless all parameters were traced in ``dtype`` or one of ``others``, adapters in their own, and in
+    fp32 what peft has cast that is not quantised."""
     found, prepared = _dtypes(piece), plan.quantisation.prepared
+    found -= others - {dtype} if dtype in found else set()
     besides = {plan.lora.dtype, *(("fp32",) if prepared else ())}
     expected = {dtype} & found if prepared else {dtype}
     if found - besides != expected - besides:
@@ -134,6 +138,12 @@ def check_dtype(plan: ResolvedPlan, piece: Piece, dtype: str) -> None:
             dtype,
             f"must be the dtype of all parameters; the model keeps some as {', '.join(sorted(found))}",
         )
+
+
+@lru_cache(maxsize=1024)
+def trained_dtypes(piece: Piece) -> frozenset[str]:
+    """Of parameters that have gradients."""
+    return frozenset(one.dtype or "" for kind in piece.kinds for one in kind.parameters if one.trained)
 
 
 @lru_cache(maxsize=1024)
