@@ -224,12 +224,16 @@ def _turns(flag: str) -> bool:
 
 
 def _is_no_place(word: str) -> bool:
-    """Whether ``word`` is one of letters and digits, and no plan, no file and no GPU."""
-    from ..plan.library import examples
+    """Whether ``word`` is one of letters and digits, and no plan or model, not nearly one, no file and no GPU."""
+    from difflib import get_close_matches
+
+    from ..plan.library import examples, model_specs
     from ..plan.spellings import gpus_called, gpus_named
     from ..plan.text import is_there
 
-    if _BARE.fullmatch(word) is None or word in examples() or word.endswith("_config"):
+    if _BARE.fullmatch(word) is None or word.endswith("_config"):
+        return False
+    if get_close_matches(word, [*examples(), *model_specs()], 1, 0.75):
         return False
     return not (is_there(Path(word)) or gpus_called(word) or gpus_named(word))
 
@@ -242,11 +246,12 @@ def _valued(flag: str, value: str) -> PlanError:
     from ..plan.near_misses import BESIDE
 
     beside = by_flag().get(BESIDE.get(flag, ""))
-    if beside is not None and value in beside.choices:
-        return wrong_at(flag, f"is a switch, which takes no value: {flag} {beside.flag} {value}")
+    if beside is not None and value.lower() in beside.choices:
+        return wrong_at(flag, f"is a switch, which takes no value: {flag} {beside.flag} {value.lower()}")
     on = flag.replace("--no-", "--", 1)
     off = on.replace("--", "--no-", 1)
-    return wrong_at(flag, f"{value} is a value, which a switch does not take: {on} turns it on, {off} off")
+    what = f"{value} is a value, which a switch does not take" if value else "is a switch, which takes no value"
+    return wrong_at(flag, f"{what}: {on} turns it on, {off} off")
 
 
 def _is_short_of_none(flag: str, takes: Mapping[str, bool]) -> bool:

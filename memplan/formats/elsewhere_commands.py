@@ -116,7 +116,7 @@ def _of_swift(written: Node) -> Node:
     if says("cross_entropy_loss_fusion", "false"):
         items["cross_entropy_fusion_impl"] = Node("none", origin)
     kernel, _, release = str(items["attention_backend"].value if "attention_backend" in items else "").partition("_")
-    if release:
+    if release.isdecimal():
         items |= {"attention_backend": Node(kernel, origin), "_release_": Node(release, origin)}
     if says("use_megatron_fsdp", "true"):
         items.setdefault("data_parallel_sharding_strategy", Node("optim_grads_params", origin))
@@ -183,7 +183,6 @@ OF_MEGATRON = Elsewhere(
         ("moe_expert_capacity_factor", "--moe-capacity-factor"),
         ("moe_pad_expert_input_to_capacity", "--moe-pad-to-capacity "),
         ("mtp_num_layers", "--mtp-layers"),
-        ("use_rslora", "--use-rslora "),
     ),
     before="--framework megatron --zero 1 --gpus N",
     otherwise=(
@@ -222,6 +221,8 @@ def _of_factory(written: Node) -> Node:
         items = {key: node for key, node in items.items() if not key.startswith("lora_")}
     else:
         items.setdefault("lora_rank", Node(8, written.origin))
+    if "lora_target" in items and items["lora_target"].value == "all":
+        del items["lora_target"]  # Megatron-Bridge's own
     return Node(items, written.origin)
 
 
@@ -246,7 +247,8 @@ OF_FACTORY = Elsewhere(
     ),
     otherwise=(("per_device_train_batch_size", "--mbs 8"), ("cutoff_len", "--seq 2048")),
     unmodelled=(
-        ("stage", "(?!sft|pt)", "its losses of pairs under Megatron are not"),
+        ("stage", "(?!sft|pt)", "it trains by another loss than that of words (stage)"),
+        ("finetuning_type", "(?!lora|full)", "it trains a part of the parameters (finetuning_type)"),
         ("mixed_precision", "(?!bf16)", "its recipe of precision (mixed_precision)"),
     ),
     completed=_of_factory,

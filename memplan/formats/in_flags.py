@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from shlex import quote
 
 from ..plan.errors import Node, one_line, shown
 from ..plan.hub import twin
@@ -74,9 +75,12 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
     file = next((one for key in tool.files if (one := _file(_at(written, key)))), "")
     if file or "--zero" in given:  # says the stage
         means = [one.replace(" --zero N", "") for one in means]
-    once = {one.partition(" ")[0]: one for one in reversed([*said, *means])}
-    flags = dict.fromkeys(one for one in (*said, *means) if one and once[one.partition(" ")[0]] == one)
-    same = " ".join(one for one in (file, always, *flags) if one)
+    once: dict[str, str] = {}
+    for one in filter(None, (*said, *means)):
+        once.setdefault(one.partition(" ")[0], one)
+    if "--lora-rank" not in once:
+        once.pop("--lora-targets", None)
+    same = " ".join(one for one in (file, always, *once.values()) if one)
     left = _left(tool, written) if said or file else []
     return (
         f"{before}: say the job in flags"
@@ -86,10 +90,10 @@ def in_flags(tool: Elsewhere, written: Node, what: str = "") -> str:
 
 
 _WEIGHS = re.compile(
-    "(?i)offload|lora_(?:dim|module|rank|r$|target|attn|key|proj|mlp|head)|target_modules|lora.r(?:ank)?$|dora|zero_"
+    "(?i)offload|lora_(?:dim|module|rank|r$|target|attn|key|proj|mlp|head|to_output)|target_modules|lora.r(?:ank)?$|dora|zero_"
     "|only_optimize|shard|recompute|activ.*checkpoint|checkpoint.*activ|fp8|quanti|capacity|num_layers|^mtp_|_layout$"
     "|[48]bit|liger|^compile|torch_compile|parallel|ulysses|precision|dtype|remove_padding|packing_|freeze|partition"
-    "|attention_config|attn_impl"
+    "|attention_config|attn_impl|modules_to_save|additional_target"
 )
 """What keys are called of which memory depends."""
 _FEW = 6
@@ -181,8 +185,9 @@ def _file(node: Node | None) -> str:
 
 _SIZES = frozenset(("--tp", "--pp", "--cp", "--ep"))
 _TARGETS = {**dict.fromkeys(("all", "ALL", "auto", "*"), "all-linear"), "output_proj": "o_proj"}
-"""Other tools' words for linear layers: LLaMA-Factory's and ms-swift's for all of them, torchtune's for the last one of
-attention."""
+_TARGETS |= dict.fromkeys(("*.proj", "*_proj"), "all-linear")
+"""Other tools' words for linear layers: LLaMA-Factory's, ms-swift's and NeMo AutoModel's for all of them, torchtune's
+for the last one of attention."""
 _GPUS = frozenset(("--gpus", "--gpus-per-node"))
 """What tools take from the machine, too (``devices: auto`` of LitGPT, -1 of Lightning)."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -226,6 +231,8 @@ def _said(flag: str, node: Node, shortened: str) -> str:
     if flag in _GPUS and not str(node.value).isdecimal() and "$" not in str(node.value):
         return f"{flag} N"
     if flag == "--lora-targets":
-        return f"{flag} {one_line(','.join(_TARGETS.get(str(item.value), str(item.value)) for item in items))}"
+        targets = [str(item.value) for item in items if item.value is not True]
+        named = one_line(",".join(_TARGETS.get(one, one) for one in targets))
+        return f"{flag} {quote(named)}" if named else ""
     text = ",".join(re.sub(f"^{shortened}", "", str(item.value)) if shortened else str(item.value) for item in items)
-    return f"{flag} {one_line(text)}"
+    return f"{flag} {one_line(text) if '$' in text else quote(one_line(text))}"

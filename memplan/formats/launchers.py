@@ -243,7 +243,7 @@ def training_in(reading: Reading, source: str, folder: Path, marks: IsMark = is_
         gpus = None if is_told else _processes(launcher, nodes if said else None, job, started.origin)
         gpus = gpus or _gpus_of_job(job, started.origin)
     environment = {**started.environment, **_passed(launcher)}
-    if gpus is None and not {text(word).rpartition("/")[2] for word in launcher}.isdisjoint(_BY_ENVIRONMENT):
+    if gpus is None and _reads_environment(launcher):
         per_node = _of_job(environment, "NPROC_PER_NODE")
         gpus = _gpus_of_environment(environment, started.origin)
     on_all = gpus is None and per_node is None and _starts_on_all(launcher)
@@ -262,7 +262,7 @@ def training_in(reading: Reading, source: str, folder: Path, marks: IsMark = is_
         launcher,
         _others([one for one, _ in found]),
         on_all,
-        _unsaid(started, launcher, hosts.missing, reading) if gpus is None else None,
+        _unsaid(started, launcher, hosts.missing, reading, environment) if gpus is None else None,
     )
 
 
@@ -287,7 +287,9 @@ def _seen_of(started: Started) -> tuple[list[str], dict[str, str]]:
 _OF_NUMBERS = (*_NODES, *_NODES_OF_SRUN, *_PER_NODE, *_PROCESSES, *_PER_NODE_OF_SRUN)
 
 
-def _unsaid(started: Started, launcher: Sequence[Value], hosts: str, reading: Reading) -> PlanError | None:
+def _unsaid(
+    started: Started, launcher: Sequence[Value], hosts: str, reading: Reading, environment: Mapping[str, Value]
+) -> PlanError | None:
     """Why nobody knows how many GPUs the command has; nothing where nothing begins to say it."""
     if hosts:
         problem = "is not here, and lists the hosts that the launcher starts on: say --gpus N for all of them"
@@ -297,11 +299,22 @@ def _unsaid(started: Started, launcher: Sequence[Value], hosts: str, reading: Re
         value = flag if equals else value
         if name in _OF_NUMBERS and (unknowns := reading.ledger.unknowns(value)):
             return _needed(unknowns[0], started)
-    unknowns = [one for name in _COUNTS_OF_JOB for one in reading.ledger.unknowns(started.job.get(name, ()))]
+    counts = [started.job.get(name, ()) for name in _COUNTS_OF_JOB]
+    if _reads_environment(launcher):
+        counts += [environment.get(name, ()) for name in _COUNTS_OF_ENVIRONMENT]
+    unknowns = [one for value in counts for one in reading.ledger.unknowns(value)]
     return _needed(unknowns[0], started) if unknowns else None
 
 
 _COUNTS_OF_JOB = ("SLURM_NNODES", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_ON_NODE")
+
+
+_COUNTS_OF_ENVIRONMENT = ("NNODES", "NPROC_PER_NODE")
+
+
+def _reads_environment(launcher: Sequence[Value]) -> bool:
+    """Whether ``_COUNTS_OF_ENVIRONMENT`` say how many processes are started."""
+    return not {text(word).rpartition("/")[2] for word in launcher}.isdisjoint(_BY_ENVIRONMENT)
 
 
 def _needed(unknown: Unknown, started: Started) -> PlanError:
@@ -512,8 +525,11 @@ _LAUNCHING_MODULES = ("torch.distributed.", "accelerate.", "deepspeed.")
 
 def _gpus_of_environment(environment: Mapping[str, Value], origin: Origin) -> Node | None:
     """GPUs of a job whose launcher reads ``NPROC_PER_NODE`` and ``NNODES``."""
-    nodes = _of_job(environment, "NNODES", Node(1, origin))
-    return _product(nodes, _of_job(environment, "NPROC_PER_NODE"), origin)
+    counts = (_of_job(environment, "NNODES", Node(1, origin)), _of_job(environment, "NPROC_PER_NODE"))
+    for name, count in zip(_COUNTS_OF_ENVIRONMENT, counts, strict=True):
+        if count is not None and not (type(count.value) is int and count.value > 0):
+            raise count.wrong(name, "must be a whole number of 1 or more")
+    return _product(*counts, origin)
 
 
 def _arguments(words: Sequence[Value]) -> Node:

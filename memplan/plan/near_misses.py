@@ -178,10 +178,11 @@ _MEANT = {
 """What may be meant by a flag that memplan has not, and what to write for it: a guess, which is offered."""
 
 _CHECKPOINTS = tuple(name for name in _MEANT["--recompute full"] if name != "ac")
+_OFF = ("false", "no", "off", "0", "none")
 _VALUED = {
     "--attention flash_attention_2": ("flash-attn 2", "flash-attention 2", "flash 2"),
     "--attention flash_attention_3": ("flash-attn 3", "flash-attention 3", "flash 3"),
-    "--recompute none": tuple(f"{name} {off}" for name in (*_CHECKPOINTS, "ac") for off in ("false", "no", "none")),
+    "--recompute none": tuple(f"{name} {off}" for name in (*_CHECKPOINTS, "ac") for off in _OFF),
     "--framework ddp": ("fsdp no_shard",),
     "--framework fsdp --no-reshard-after-forward": ("fsdp shard_grad_op",),
     "--framework fsdp --fsdp-replicas N": ("fsdp hybrid_shard",),

@@ -259,7 +259,8 @@ def load_source(source: str | None) -> Source:
         text, name, folder = read_text(path), _name_of(path), folder_of(path)
     written = parse_yaml(text, name)
     if _is_device_map(written):
-        given = f"--framework device-map --device-map {source}"
+        file = "FILE, in which you saved it," if source == "-" else source
+        given = f"--framework device-map --device-map {file}"
         raise wrong_at(name, f"is a device_map, which places a model's modules: {given}, with --model NAME")
     if written.mapping and written.mapping.keys() & {"model_type", "family"} and "model" not in written.mapping:
         return _of_model(source)
@@ -423,7 +424,10 @@ def _is_device_map(written: Node) -> bool:
     """Whether ``written`` names modules, and the device of each, as Accelerate's ``device_map`` does."""
     devices = [node.value for node in written.mapping.values()]
     layers = any(re.search(r"\.[0-9]+$", name) for name in written.mapping)
-    return layers and all(isinstance(one, int) or one in ("cpu", "disk") for one in devices)
+    return layers and all(type(one) is int or _DEVICE.fullmatch(str(one)) is not None for one in devices)
+
+
+_DEVICE = pattern(r"cpu|disk|mps|cuda(?::[0-9]+)?")
 
 
 def _extended(source: Source, depth: int) -> Source:

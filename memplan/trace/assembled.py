@@ -59,8 +59,12 @@ def fewer(full: Learner, point: Point) -> Iterator[Learner]:
             continue
         few = replace(full, job=replace(full.job, config=cut), seen={})
         try:
-            _partners([piece], [traced_piece(few, point)], [point])
+            few.at(*point)
         except Exception:  # whatever transformers says of such a configuration
+            continue
+        try:
+            _partners([piece], [traced_piece(few, point)], [point])
+        except UnfitError:
             continue
         yield few
 
@@ -86,9 +90,13 @@ def _with_layers(job: Job, config: Mapping[str, Any], layers: int, chosen: Seque
     are not the first."""
     counts = [name for name in LAYERS if config.get(name) == layers]
     known = {**config_of(job).to_dict(), **config}
+    known = {name: value for name, value in known.items() if not name.endswith(OF_TOKENS)}
     places = {name: value for name, value in known.items() if _are_places(value, layers)}
-    lists = {name: value for name, value in known.items() if isinstance(value, list | str) and len(value) == layers}
-    each = {name: value for name, value in lists.items() if name not in places}
+    each = {
+        name: value
+        for name, value in known.items()
+        if len(value if isinstance(value, list) else _pattern(name, value)) == layers and name not in places
+    }
     are_first = list(chosen) == list(range(len(chosen)))
     if not (counts or each) or not (each or are_first):
         return None
@@ -101,6 +109,15 @@ def _with_layers(job: Job, config: Mapping[str, Any], layers: int, chosen: Seque
         if name in config:
             cut[name] = [chosen.index(at) for at in value if at in chosen]
     return {**cut, **dict.fromkeys(counts, len(chosen))}
+
+
+def _pattern(name: str, value: object) -> str:
+    """``value``, if it says of each layer in a letter what it is (``hybrid_override_pattern``)."""
+    return value if isinstance(value, str) and name.endswith("pattern") else ""
+
+
+OF_TOKENS = "token_id"
+"""What keys of words of the vocabulary end in, which are numbers, too."""
 
 
 def _are_places(value: object, layers: int) -> bool:

@@ -278,24 +278,9 @@ def assumptions(plan: ResolvedPlan) -> tuple[str, ...]:
     ]
     if any("efficient_attention_backward" in name for name in _operators(fit)):
         lines.append("what the memory-efficient attention kernel allocates inside is not counted")
-    if runs_convolutions(fit):
-        lines.append(OWN_OPERATORS)
     if any("_grouped_mm" in name for name in _operators(fit)):
         lines.append("experts run as one grouped product, whose tensors are as large whichever experts tokens go to")
     return tuple(lines)
-
-
-OWN_OPERATORS = (
-    "convolutions and scans along the sequence run transformers' own operators, as they do where the kernels of "
-    "causal-conv1d, mamba-ssm and flash-linear-attention are not installed"
-)
-
-
-def runs_convolutions(fit: Fit) -> bool:
-    """Whether a model of text has convolutions: its layers are of those for which there are kernels of other packages,
-    which no trace runs (``use_kernel_func_from_hub_with_fallback``)."""
-    reads_text = all(one.dtype == "int64" for piece in fit.pieces for one in piece.inputs)
-    return reads_text and any("aten.convolution" in name for name in _operators(fit))
 
 
 LONGEST = 4096

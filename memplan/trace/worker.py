@@ -122,8 +122,8 @@ def copied_fakes() -> Iterator[None]:
 @contextmanager
 def as_loaded(job: Job) -> Iterator[None]:
     """Parameters that ``from_pretrained`` keeps in fp32 beside others in 16 bits, such as routers' weights, are so in
-    the model that is made (transformers 5.23, ``modeling_utils.py``: ``_keep_in_fp32_modules_strict``,
-    ``_get_dtype_plan``). ``fully_shard``'s are as its plan says."""
+    the model that is made (transformers 5.23, ``modeling_utils.py``: ``_keep_in_fp32_modules_strict``); not those that
+    it keeps so beside fp16 alone (``_get_dtype_plan``). ``fully_shard``'s are as its plan says."""
     from unittest.mock import patch
 
     step: Any = import_module("memplan.trace.step")
@@ -133,7 +133,7 @@ def as_loaded(job: Job) -> Iterator[None]:
         model: Any = made(job, on_meta=on_meta)
         kept = "|".join(rf"(^|\.){one}($|\.)" for one in sorted(model._keep_in_fp32_modules_strict or ()))
         for name, parameter in model.named_parameters() if kept else ():
-            if re.search(kept, name):
+            if re.search(kept, name) and parameter.is_floating_point():
                 parameter.data = parameter.data.float()
         return model
 

@@ -51,8 +51,12 @@ def test_variables_say_how_many_processes(tmp_path: Path) -> None:
 def test_a_number_of_nodes_that_is_not_known_is_asked_for(tmp_path: Path) -> None:
     """``examples/train/multi-node/dlc/train.sh``: once taken for one node."""
     text = f"NNODES=$WORLD_SIZE NPROC_PER_NODE=8 {COMMAND} --deepspeed zero3"
-    with pytest.raises(PlanError, match="--gpus"):
-        plan_of(text, tmp_path)
+    for one in (text, text.removesuffix(" --deepspeed zero3"), text.replace("_NODE=8", "_NODE=$G")):
+        with pytest.raises(PlanError, match=r"hardware\.gpus: is needed, and \$WORLD_SIZE .* --gpus N"):
+            plan_of(one, tmp_path)
+    for count in ("abc", "1.5", "0"):
+        with pytest.raises(PlanError, match=f"NNODES = {count}: must be a whole number of 1 or more"):
+            plan_of(text.replace("$WORLD_SIZE", count), tmp_path)
     assert plan_of(text.replace("$WORLD_SIZE", "3"), tmp_path).hardware.gpus == 24
     assert plan_of(text, tmp_path, gpus="16").hardware.gpus == 16
 

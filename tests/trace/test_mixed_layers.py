@@ -22,11 +22,12 @@ from memplan.plan.errors import PlanError
 from memplan.plan.plan import ResolvedPlan
 from memplan.plan.read import read_plan
 from memplan.plan.resolve import resolve
+from memplan.trace.assembled import _with_layers
 from memplan.trace.chunks import AnyFit, PerChunk, in_tokens
 from memplan.trace.comparison import compared
 from memplan.trace.fit import Fit, Polynomial
 from memplan.trace.job import Job
-from memplan.trace.learned import job_of, runs_convolutions
+from memplan.trace.learned import job_of
 from memplan.trace.periods import LoopsError, learn
 from memplan.trace.ranks import TRACED_RANK, at_rank
 from memplan.trace.recording import Traced
@@ -128,6 +129,25 @@ def test_few_layers_are_traced() -> None:
     assert not fit.extends
 
 
+@pytest.mark.parametrize(
+    ("given", "cut"),
+    [
+        ({"hybrid_override_pattern": "M*M-M*ME"}, {"hybrid_override_pattern": "M*ME"}),
+        ({"attn_layer_indices": [1, 6]}, {"attn_layer_indices": [1, 2]}),
+        ({"hidden_act": "gelu_new"}, {"hidden_act": "gelu_new"}),
+        ({"eos_token_id": [2, 7]}, {"eos_token_id": [2, 7]}),
+    ],
+)
+def test_what_is_said_of_each_layer_is_cut_with_the_layers(
+    given: dict[str, Any], cut: dict[str, Any], tmp_path: Path
+) -> None:
+    """Of eight layers the first and last two: not what is as long by chance."""
+    job = replace(planned("lfm2", tmp_path, 1, 64)[1], config={"model_type": "lfm2"})
+    written = {"num_hidden_layers": 8, "layer_types": [*"abcabcdd"], **given}
+    made = _with_layers(job, written, 8, (0, 1, 6, 7))
+    assert made == {"num_hidden_layers": 4, "layer_types": [*"abdd"], **cut}
+
+
 def test_only_whole_chunks(tmp_path: Path) -> None:
     """What chunks hand to one another is (s / 32 + 1)² numbers for each head, which 32 does not divide."""
     fit = fit_of("mamba2")
@@ -159,7 +179,6 @@ def test_any_rank_in_chunks(tmp_path: Path) -> None:
 
 def test_kernels_of_other_packages_are_told(tmp_path: Path) -> None:
     for kind, runs in (("lfm2", True), ("mamba2", True), ("ernie4_5_moe", False)):
-        assert runs_convolutions(fit_of(kind)) == runs
         plan, _ = planned(kind, tmp_path, 2, 256)
         told = [one.code for one in warnings(plan, (program_of(plan, fit_of(kind), Options()),))]
         assert ("operators-traced" in told) == runs

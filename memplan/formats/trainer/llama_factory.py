@@ -135,9 +135,11 @@ def translated(written: Node, *, is_whole: bool, processes: int) -> Node:
     trains, predicts = (written.mapping.get(key, Node(False, written.origin)) for key in ("do_train", "do_predict"))
     if predicts.value is True and trains.value is not True:  # ``train/sft/workflow.py``
         raise wrong_at(predicts.origin, "do_predict is without do_train: LLaMA-Factory trains nothing")
-    if any(written.mapping[key].value not in (None, False) for key in _OF_MEGATRON if key in written.mapping):
-        problem = "is of LLaMA-Factory's training by Megatron, which is not read"
-        raise wrong_at(written.origin.source, in_flags(OF_FACTORY, written, problem))
+    for key in _OF_MEGATRON:
+        node = written.mapping.get(key)
+        if node is not None and node.value not in (None, False, "false", "False"):
+            problem = f"{key} = {node.plain()} is of LLaMA-Factory's training by Megatron, which is not read"
+            raise wrong_at(node.origin, in_flags(OF_FACTORY, written, problem))
     on = [(key, why, written.mapping[key]) for key, why in _REFUSED.items() if key in written.mapping]
     wrong = [
         PlanError(key, ABSENT, f"must be left out: {why}", origin=node.origin)
