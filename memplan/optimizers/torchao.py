@@ -73,9 +73,10 @@ class LowBit(Algorithm):
     implementations = (None,)
     decays = True
     bits: ClassVar[int]
-    passes: ClassVar[tuple[int, int]]
-    """How often the step reads a gradient of a parameter, and the bytes of its states and of what lies between its
-    kernels that it moves, by the code that Inductor writes."""
+    gradient_reads: ClassVar[int]
+    """How often the step reads a gradient, by the code that Inductor writes,"""
+    moved: ClassVar[int]
+    """and the bytes that it reads and writes for each parameter of states and of what lies between kernels."""
     block_sizes_are = "those of torchao's constructors and of the Trainer"
 
     def moments(self, optimizer: Optimizer) -> int:
@@ -88,8 +89,7 @@ class LowBit(Algorithm):
         return partial(low_step, bits=self.bits, block=self._block(optimizer))
 
     def bytes_moved(self, optimizer: Optimizer, main: int, gradient: int) -> float:
-        reads, others = self.passes
-        return reads * gradient + 2 * main + others
+        return self.gradient_reads * gradient + 2 * main + self.moved
 
     def assumptions(self, optimizer: Optimizer) -> tuple[str, ...]:
         return (
@@ -105,7 +105,8 @@ class EightBits(LowBit):
     name = "ao_adamw_8bit"
     bits = 8
     block_sizes = (256, 128)
-    passes = 2, 2 + 8 + 2 + 8 + 2
+    gradient_reads = 2
+    moved = 2 + 8 + 2 + 8 + 2  # codes; both moments written; codes, moments; codes written
     trainer: ClassVar[FieldsByName] = {"adamw_torch_8bit": {"name": "ao_adamw_8bit", "block_size": 256}}
 
 
@@ -113,7 +114,8 @@ class FourBits(LowBit):
     name = "ao_adamw_4bit"
     bits = 4
     block_sizes = (128, 256)
-    passes = 1, 1 + 24 + 24 + 1
+    gradient_reads = 1
+    moved = 1 + 24 + 24 + 1  # codes; moments and codes before they are packed, written and read; codes written
     trainer: ClassVar[FieldsByName] = {"adamw_torch_4bit": {"name": "ao_adamw_4bit", "block_size": 256}}
     classes: ClassVar[FieldsByName] = {"AdamW4bit": {"name": "ao_adamw_4bit", "block_size": 128}}
 
