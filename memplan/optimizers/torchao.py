@@ -77,7 +77,7 @@ class LowBit(Algorithm):
     """How often the step reads a gradient, by the code that Inductor writes,"""
     moved: ClassVar[int]
     """and the bytes that it reads and writes for each parameter of states and of what lies between kernels."""
-    block_sizes_are = "those of torchao's constructors and of the Trainer"
+    block_sizes_are = "the values of torchao's constructors and of the Trainer"
 
     def moments(self, optimizer: Optimizer) -> int:
         return 2

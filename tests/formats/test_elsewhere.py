@@ -218,6 +218,7 @@ def test_megatrons_distributed_optimizer_is_theirs_by_default(
         (FOUNDRY, ""),
         (FOUNDRY.replace("PURE", "DEFAULT"), "fsdp_config.mixed_precision=DEFAULT"),
         (TUNE.replace("lora_rank: 8", "lora_rank: 8, quantize_base: true"), "model.quantize_base=true"),
+        (TUNE.replace("lora_rank: 8", "lora_rank: 8, apply_lora_to_output: true"), "model.apply_lora_to_output=true"),
         (V1 + "gradient_offload: cpu\nmp_shard_size: 4\nuse_fp8: false\n", "gradient_offload=cpu, mp_shard_size=4"),
     ],
 )

@@ -129,6 +129,17 @@ def test_a_job_of_llama_factory_by_megatron(
     assert (plan.get("lora") or {}).get("rank") == rank
 
 
+@pytest.mark.parametrize("kind", ["freeze", "oft"])
+def test_a_part_of_the_parameters_is_not_said_as_all(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.yaml").write_text(FACTORY.format(kind), encoding="utf-8")
+    assert main(["estimate", str(tmp_path / "a.yaml")]) == 2
+    told = capsys.readouterr().err
+    assert "it trains a part of the parameters (finetuning_type), which is not modelled either" in told
+    assert "memplan estimate" not in told
+
+
 @pytest.mark.parametrize(
     ("words", "targets"),
     [("", ["all-linear"]), ("--ds.lora.target_modules q_proj v_proj", ["q_proj", "v_proj"])],

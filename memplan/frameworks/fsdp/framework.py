@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ...plan.checks import listed
 from ...plan.errors import PlanError
 from ...plan.lora import refuse_apart
 from ...plan.releases import ENDS_APART, TIED_TOGETHER, release, shown
@@ -30,9 +31,8 @@ OF_BITSANDBYTES = ("adam8bit", "lion", "lion8bit")
 OF_TORCHAO = ("ao_adamw_8bit", "ao_adamw_4bit")
 """What steps on FSDP2's, besides."""
 NO_DTENSOR = (
-    "must be sgd, adam or adamw of PyTorch or torchao's ao_adamw_8bit or ao_adamw_4bit under FSDP2: bitsandbytes' "
-    "kernels take no DTensor (the first step ends in 'got mixed torch.Tensor and DTensor'); FSDP1 runs them "
-    "(--fsdp-version 1)"
+    f"must be {listed(OF_TORCH)} of PyTorch or torchao's {listed(OF_TORCHAO)} under FSDP2: bitsandbytes' kernels take "
+    "no DTensor (the first step ends in 'got mixed torch.Tensor and DTensor'); FSDP1 runs them (--fsdp-version 1)"
 )
 """As bitsandbytes 0.50.2 runs with torch 2.11, and issues 1403 (FSDP2) and 2080 (FSDP1)."""
 
